@@ -329,17 +329,6 @@ def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:
     return Axes(pattern, {axis: size for axis, size in sizes.items() if axis in axes})
 
 
-NEAREST: Mapping[str, str] = {
-    "DiTCrossConfig": "modulation and gate around self-attention, cross-attention and MLP, from one projection in each "
-    "block: Kandinsky5Transformer3DModel has such blocks and normalises every text token before them, "
-    "CosmosTransformer3DModel modulates by the sinusoids of time and one shift, scale and gate for all blocks, "
-    "PixArtTransformer2DModel does not modulate cross-attention",
-    "DDPMUNetConfig": "norms over all channels, GELU and max-pooling; UNet2DModel normalises groups of channels, with "
-    "SiLU and strided convolutions",
-}
-"""Reasons why the most similar networks of diffusers do not fit a backbone."""
-
-
 def formats() -> list[DiffusersFormat[ModelConfig]]:
     """Return every format in the registry."""
     paths = [path.split(":") for path in DIFFUSERS.values()]
@@ -360,9 +349,9 @@ def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
     if form := next((form for form in formats() if form.describes(model)), None):
         return form
     supported = ", ".join(dict.fromkeys(candidate.config_class.__name__ for candidate in formats()))
-    name = type(model).__name__
-    why = f" ({NEAREST[name]})" if name in NEAREST else ""
-    raise ConfigError(f"diffusers {VERSION} has no model like {name}{why}; backbones with one are {supported}")
+    raise ConfigError(
+        f"diffusers {VERSION} has no model like {type(model).__name__}; backbones with one are {supported}"
+    )
 
 
 def export_line(model: ModelConfig) -> tuple[bool, str]:

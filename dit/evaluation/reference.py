@@ -24,8 +24,6 @@ PICTURES = "arr_0"
 MOST_FEATURES = 16384
 """Largest width of features; Inception has 2,048."""
 MOST_PIXELS = 1 << 28
-ASYMMETRY = 1e-3
-"""Largest difference between a covariance and its transpose, relative to the largest entry."""
 
 
 def read_gaussian(path: Path, network: str) -> Optional[Gaussian]:
@@ -40,14 +38,6 @@ def read_gaussian(path: Path, network: str) -> Optional[Gaussian]:
             raise ConfigError(f"{path}: mu has {width} features and sigma has shape {list(shape)}; compute it again")
         count = _check_network(path, arrays, network)
         mean, covariance = (_finite(path, name, arrays[name].read()) for name in ("mu", "sigma"))
-    difference, largest = (covariance - covariance.T).abs().max(), covariance.abs().max()
-    if difference > ASYMMETRY * largest:
-        raise ConfigError(
-            f"{path}: sigma is no covariance, because it is not symmetric: it differs from its transpose by up to "
-            f"{float(difference):.3g}; compute it again"
-        )
-    if least := min(0.0, float(covariance.diagonal().min())):
-        raise ConfigError(f"{path}: sigma is no covariance, because it has a variance of {least:.3g}; compute it again")
     return Gaussian(mean, (covariance + covariance.T) / 2, count)
 
 
