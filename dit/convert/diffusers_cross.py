@@ -48,7 +48,10 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
     class_name = "PixArtTransformer2DModel"
     aliases = ("Transformer2DModel",)
     config_class = STDiTConfig
-    fixed = ("attention_bias", "activation_fn", "norm_type", "norm_elementwise_affine", "norm_eps", "attention_type")
+    other = (
+        *("dropout", "norm_num_groups", "num_embeds_ada_norm", "upcast_attention", "interpolation_scale"),
+        "use_additional_conditions",
+    )
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",
@@ -77,9 +80,9 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         sizes, size = super().read_sizes(published), published["sample_size"]
-        if published["use_additional_conditions"] is None:
-            published = {**published, "use_additional_conditions": size == 128}
-        self.check_published(published, use_additional_conditions=False, cross_attention_dim=sizes["hidden_size"])
+        conditioned = published["use_additional_conditions"]
+        if size == 128 if conditioned is None else conditioned:
+            raise ConfigError("use_additional_conditions=True: PixArt-alpha of 1024 px reads sizes; use PixArt-Sigma")
         if published["caption_channels"] is None:
             raise ConfigError(f"{self.class_name} with caption_channels=None has no text projection; ours has one")
         # The default is an integer number of base resolutions.
@@ -153,10 +156,7 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
 
     class_name = "SanaTransformer2DModel"
     config_class = SanaConfig
-    fixed = (
-        *("dropout", "attention_bias", "norm_elementwise_affine", "norm_eps", "interpolation_scale"),
-        *("guidance_embeds", "timestep_scale"),
-    )
+    other = ("guidance_embeds_scale",)
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",
@@ -181,12 +181,7 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
     sampling: Mapping[str, Any] = {"num_steps": 20, "guidance_scale": 4.5}
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        sizes, norm = super().read_sizes(published), published["qk_norm"]
-        heads, size = published["num_cross_attention_heads"], published["cross_attention_head_dim"]
-        product = "num_cross_attention_heads x cross_attention_head_dim"
-        supported = dict.fromkeys(("cross_attention_dim", product), sizes["hidden_size"])
-        self.check_published({**published, product: heads * size}, qk_norm=FULL_WIDTH if norm else None, **supported)
-        return sizes | {"qk_layernorm": norm is not None}
+        return super().read_sizes(published) | {"qk_layernorm": published["qk_norm"] is not None}
 
     def write_sizes(self, model: SanaConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
@@ -219,7 +214,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
 
     class_name = "WanTransformer3DModel"
     config_class = WanConfig
-    fixed = ("freq_dim", "cross_attn_norm", "qk_norm", "image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+    other = ("rope_max_seq_len",)
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",
@@ -248,15 +243,13 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
     }
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        patch_temporal, *patch = published["patch_size"]
-        if len(patch) != 2 or patch[0] != patch[1]:
-            raise ConfigError(f"patch_size={list(published['patch_size'])}: our patches are (t, p, p), as high as wide")
         if published["in_channels"] > (published["out_channels"] or published["in_channels"]):
             raise ConfigError(
                 f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
                 "network also reads a picture or a control clip, which WanConfig does not; use the text-to-video one"
             )
-        return super().read_sizes(published) | {"patch_temporal": patch_temporal, "patch_spatial": patch[0]}
+        patch_temporal, patch_spatial, *_ = published["patch_size"]
+        return super().read_sizes(published) | {"patch_temporal": patch_temporal, "patch_spatial": patch_spatial}
 
     def write_sizes(self, model: WanConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {

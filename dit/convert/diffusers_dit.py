@@ -31,7 +31,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
     class_name = "DiTTransformer2DModel"
     aliases = ("Transformer2DModel",)
     config_class = DiTConfig
-    fixed = ("attention_bias", "activation_fn", "norm_type", "norm_elementwise_affine")
+    other = ("dropout", "norm_num_groups", "upcast_attention", "norm_eps")
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",

@@ -40,7 +40,6 @@ class Flux1Blocks(DiffusersTokens[Model]):
     ordered by head.
     """
 
-    fixed = ("patch_size",)
     same: Mapping[str, str] = {**DiffusersTokens.same, "num_single_layers": "num_single_layers"}
     time_shift = 3.0
     comfyui: Mapping[str, str] = {
@@ -141,7 +140,7 @@ class DiffusersFlux2(DiffusersTokens[Flux2Config]):
 
     class_name = "Flux2Transformer2DModel"
     config_class = Flux2Config
-    fixed = ("patch_size", "out_channels", "timestep_guidance_channels")
+    has_outputs = False
     same: Mapping[str, str] = {
         **DiffusersTokens.same,
         "num_single_layers": "num_single_layers",
@@ -201,7 +200,6 @@ class DiffusersQwenImage(DiffusersTokens[QwenImageConfig]):
 
     class_name = "QwenImageTransformer2DModel"
     config_class = QwenImageConfig
-    fixed = ("patch_size", "guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
     same: Mapping[str, str] = {**DiffusersTokens.same, "clean_reference_time": "zero_cond_t"}
     free = ("in_channels",)
     names: Mapping[str, str] = {

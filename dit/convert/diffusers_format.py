@@ -116,10 +116,12 @@ class DiffusersFormat(Generic[Model]):
 
     Attributes:
         aliases: older names of this class, distinguished from others by `norm_type`.
-        fixed: names of arguments that our backbone supports with the default only.
+        other: arguments without effect on the network, or with several values for one network; all others must have the
+            values that `write` returns for the model.
         same: diffusers' names of settings with equal values, by ours.
         free: further settings of ours that the class has, with any value.
         only: settings of ours that the class has with one value, which is not our default.
+        has_outputs: whether `out_channels` of the class is our setting of this name.
         names: diffusers' names of layers by ours, as in `layer_rules`.
         stored_tables: whether files contain the results of `tables`.
         latent_size: (T, H, W) of training, if it is not in the settings.
@@ -133,10 +135,11 @@ class DiffusersFormat(Generic[Model]):
     class_name: str
     aliases: tuple[str, ...] = ()
     config_class: type[Model]
-    fixed: Collection[str] = ()
+    other: Collection[str] = ()
     same: Mapping[str, str] = MappingProxyType({})
     free: Collection[str] = ()
     only: Mapping[str, Any] = MappingProxyType({})
+    has_outputs: bool = True
     names: Mapping[str, str] = MappingProxyType({})
     stored_tables: bool = False
     latent_size: LatentSize
@@ -151,13 +154,8 @@ class DiffusersFormat(Generic[Model]):
         """Every argument of the diffusers constructor with its default."""
         return arguments_of(self.class_name)
 
-    @property
-    def has_outputs(self) -> bool:
-        """Whether `out_channels` of the class is our setting of this name."""
-        return "out_channels" in self.defaults and "out_channels" not in {*self.fixed, *self.same.values()}
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        """Convert diffusers' settings, completed by `defaults`; raise `ConfigError` for unsupported ones."""
+        """Convert diffusers' settings, completed by `defaults`, as far as our model has them, see `read_settings`."""
         build: Any = self.config_class
         return self.trained(build(**{"null_text": "empty", **self.read_sizes(published)}), published)
 
@@ -222,10 +220,6 @@ class DiffusersFormat(Generic[Model]):
             free.add("num_query_groups")
         check_settings(self.class_name, model, free, only)
 
-    def check_published(self, published: Mapping[str, Any], **supported: object) -> None:
-        """Check that settings of diffusers have the only values that our model supports."""
-        require(f"{self.class_name} differs from our model", published, supported, "such weights cannot be imported")
-
     def inner_size(self, hidden_size: int) -> Optional[int]:
         """Return the inner width of the MLPs that the class has for a width of the tokens; None for any."""
         return None if "mlp_ratio" in self.defaults else 4 * hidden_size
@@ -274,14 +268,30 @@ class DiffusersFormat(Generic[Model]):
         )
 
     def read_settings(self, settings: Mapping[str, Any]) -> TrainedModel:
-        """Read a `config.json`; raise `ConfigError` for settings that our backbone does not support."""
+        """Read a `config.json`; raise `ConfigError` for settings that our backbone does not support.
+
+        These are settings that `write` does not return for the model that was read.
+        """
         arguments = {name: value for name, value in settings.items() if not name.startswith("_")}
         # Old files have arguments that no longer exist; they have no effect if unset.
         unknown = [f"{n}={v!r}" for n, v in arguments.items() if n not in self.defaults and v not in (None, False)]
         complete = {n: arguments.get(n, default) for n, default in self.defaults.items()}
         complete = {n: list(v) if isinstance(v, list | tuple) else v for n, v in complete.items()}
-        defaults = self.defaults
-        wrong = [f"{n}={complete[n]!r} (only {defaults[n]!r})" for n in self.fixed if complete[n] != defaults[n]]
+        try:
+            trained = self.read(complete)
+            model: Any = trained.model
+            written = {**self.defaults, **self.write(model, trained.latent_size)[0]}
+        except UserError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"config.json of {self.class_name} has an invalid setting: {error!r:.200}; download it again"
+            ) from error
+        if "out_channels" in complete:  # None stands for the number of input channels
+            for values in (complete, written):
+                values["out_channels"] = values["out_channels"] or values["in_channels"]
+        compared = [n for n in complete if n not in {*self.other, "mlp_ratio"}]
+        wrong = [f"{n}={complete[n]!r} (only {written[n]!r})" for n in compared if complete[n] != written[n]]
         if unknown or wrong:
             faults = "; ".join(
                 f"{kind}: {', '.join(names)}" for kind, names in (("unknown", unknown), ("unsupported", wrong)) if names
@@ -289,14 +299,6 @@ class DiffusersFormat(Generic[Model]):
             raise ConfigError(
                 f"{self.class_name} with settings that {self.config_class.__name__} does not support; {faults}"
             )
-        try:
-            trained = self.read(complete)
-        except UserError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"config.json of {self.class_name} has an invalid setting: {error!r:.200}; download it again"
-            ) from error
         if not isinstance(trained.objective, FlowMatching):
             return trained
         return replace(trained, objective=replace(trained.objective, time_distribution="logit_normal"))

@@ -19,7 +19,8 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
 
     class_name = "PRXTransformer2DModel"
     config_class = PRXConfig
-    fixed = ("time_max_period",)
+    other = ("axes_dim",)
+    has_outputs = False
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "patch_spatial": "patch_size",

@@ -38,7 +38,7 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
 
     class_name = "Lumina2Transformer2DModel"
     config_class = Lumina2Config
-    fixed = ("patch_size", "norm_eps", "scaling_factor")
+    other = ("axes_lens", "multiple_of", "ffn_dim_multiplier", "num_kv_heads")
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "context_size": "cap_feat_dim",
@@ -97,7 +97,8 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
 
     class_name = "ZImageTransformer2DModel"
     config_class = ZImageConfig
-    fixed = ("norm_eps", "siglip_feat_dim")
+    other = ("axes_lens",)
+    has_outputs = False
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "context_size": "cap_feat_dim",
@@ -133,8 +134,6 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         sizes = super().read_sizes(published)
-        heads = sizes["num_attention_heads"]
-        self.check_published(published, all_patch_size=[PATCH], all_f_patch_size=[1], n_kv_heads=heads)
         return sizes | {"ffn_hidden_size": self.inner_size(sizes["hidden_size"])}
 
     def inner_size(self, hidden_size: int) -> int:

@@ -18,7 +18,6 @@ from dit.convert.diffusers_format import (
     DiffusersFormat,
     LatentSize,
     TrainedModel,
-    arguments_of,
     learned_nulls,
     square_side,
 )
@@ -43,14 +42,6 @@ NAMES = {
 """Parts of names that differ: ours, diffusers'."""
 ADDED = {"addition_embed_type": "text_time", "addition_time_embed_dim": LENGTH_FEATURES}
 """Settings of diffusers for a pooled text and six lengths."""
-FOLLOWED = (
-    *("sample_size", "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels"),
-    *("layers_per_block", "norm_num_groups", "cross_attention_dim", "transformer_layers_per_block"),
-    *("use_linear_projection", "addition_embed_type", "addition_time_embed_dim"),
-    "projection_class_embeddings_input_dim",
-    *("attention_head_dim", "dropout", "upcast_attention", "addition_embed_type_num_heads"),
-)
-"""Settings of diffusers that our model supports, or that do not affect the network."""
 
 
 class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
@@ -58,7 +49,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
 
     class_name = "UNet2DConditionModel"
     config_class = LDMUNetConfig
-    fixed = tuple(name for name in arguments_of(class_name) if name not in FOLLOWED)
+    other = ("dropout", "upcast_attention", "addition_embed_type_num_heads", "transformer_layers_per_block")
     part = "unet"
 
     def comfyui_name(self, layer: str) -> str:
@@ -83,35 +74,17 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, depths = published["block_out_channels"], published["transformer_layers_per_block"]
         depths = [depths] * len(channels) if isinstance(depths, int) else depths
-        with_text = [published["down_block_types"][i : i + 1] == [DOWN[1]] for i in range(len(channels))]
-        names = ("in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size")
-        numbers = dict.fromkeys(names, "an integer")
-        heads, head_size = published["attention_head_dim"], None
-        if isinstance(heads, list):  # in spite of its name, `attention_head_dim` is the number of heads
-            sizes = {width / count for width, count in zip(channels, heads)}
-            head_size = int(sizes.pop()) if len(heads) == len(channels) and len(sizes) == 1 else None
-        if head_size is None:
-            numbers["attention_head_dim"] = "an integer, or heads of one size"
-        inputs, pooled = published["projection_class_embeddings_input_dim"], None
-        supported: dict[str, Any] = dict.fromkeys(ADDED)
-        if {name: published[name] for name in ADDED} == ADDED and isinstance(inputs, int):
-            pooled, supported = inputs - LENGTHS * LENGTH_FEATURES, {}
         if len(depths) != len(channels) or not all(isinstance(depth, int) for depth in depths):
-            supported["transformer_layers_per_block"] = f"an integer, or {len(channels)} integers"
-        supported |= {name: number for name, number in numbers.items() if not isinstance(published[name], int)}
-        supported |= {
-            "down_block_types": [DOWN[has] for has in with_text],
-            "up_block_types": [UP[has] for has in reversed(with_text)],
-            "use_linear_projection": head_size is not None,
-        }
-        cure = f"our blocks are {', '.join((*DOWN, *UP))} in mirrored order, and such weights cannot be imported"
-        require(f"{self.class_name} differs from our model", published, supported, cure)
-        control = published["in_channels"] - published["out_channels"]
-        if control < 0:
             raise ConfigError(
-                f"out_channels={published['out_channels']} is above in_channels={published['in_channels']}; ours has "
-                "no more output than input channels, so such weights cannot be imported"
+                f"transformer_layers_per_block={depths}; ours has one number for each of {len(channels)} resolutions"
             )
+        with_text = [kind == DOWN[1] for kind in published["down_block_types"]]
+        # In spite of its name, `attention_head_dim` is the number of heads.
+        heads, inputs = published["attention_head_dim"], published["projection_class_embeddings_input_dim"]
+        head_size = channels[0] // heads[0] if isinstance(heads, list) else None
+        has_pooled = {name: published[name] for name in ADDED} == ADDED
+        pooled = inputs - LENGTHS * LENGTH_FEATURES if has_pooled else None
+        control = max(0, published["in_channels"] - published["out_channels"])
         if control == published["out_channels"] + 1:
             raise ConfigError(
                 f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
