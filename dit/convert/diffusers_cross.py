@@ -59,7 +59,6 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         "context_size": "caption_channels",
     }
     free = ("position_span",)
-    only: Mapping[str, Any] = {"layer_pattern": ["full"], "fps_conditioning": False, "qk_layernorm": False}
     names: Mapping[str, str] = {
         **{name.replace(".attention", ".attentions.full"): layer for name, layer in CROSS_ATTENTION.items()},
         "embed.linear": "pos_embed.proj",
@@ -88,7 +87,8 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         # The default is an integer number of base resolutions.
         scale = published["interpolation_scale"]
         scale = max(size // 64, 1) if scale is None else scale
-        return {**sizes, **self.only, "position_span": size // published["patch_size"] / scale}
+        ours = {"layer_pattern": ["full"], "fps_conditioning": False, "qk_layernorm": False}
+        return {**sizes, **ours, "position_span": size // published["patch_size"] / scale}
 
     def trained(self, model: STDiTConfig, published: Mapping[str, Any]) -> TrainedModel:
         size = (1, published["sample_size"], published["sample_size"])
@@ -97,15 +97,19 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
     def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         settings, _ = super().write(model, latent_size)
         height, notes = square_side(self.class_name, latent_size, model.patch_spatial)
-        side = height // model.patch_spatial
         if model.position_span is None:
+            side = height // model.patch_spatial
             notes.append(f"positions are not scaled here; diffusers scales those of other sizes than {side} patches")
-        settings |= {
+        return settings, notes
+
+    def write_sizes(self, model: STDiTConfig, latent_size: LatentSize) -> dict[str, Any]:
+        settings = super().write_sizes(model, latent_size)
+        side = settings["sample_size"] // model.patch_spatial
+        return settings | {
             "cross_attention_dim": model.hidden_size,
             "interpolation_scale": 1 if model.position_span is None else side / model.position_span,
             "use_additional_conditions": False,
         }
-        return settings, notes
 
     def forms(self, model: STDiTConfig) -> Mapping[str, Form]:
         three, two = (ByHead(model.num_attention_heads, (model.head_size,) * parts) for parts in (3, 2))
@@ -164,7 +168,6 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
         "patch_spatial": "patch_size",
         "context_size": "caption_channels",
     }
-    free = ("qk_layernorm",)
     names: Mapping[str, str] = {
         **CROSS_ATTENTION,
         "embed.linear": "patch_embed.proj",
@@ -222,7 +225,6 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         "ffn_hidden_size": "ffn_dim",
         "layernorm_epsilon": "eps",
     }
-    free = ("patch_spatial", "patch_temporal")
     names: Mapping[str, str] = {
         **{name: layer.replace("transformer_blocks", "blocks") for name, layer in CROSS_ATTENTION.items()},
         "embed.linear": "patch_embedding",

@@ -73,7 +73,7 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
     class_name = "FluxTransformer2DModel"
     config_class = FluxConfig
     same: Mapping[str, str] = {**Flux1Blocks.same, "pooled_size": "pooled_projection_dim"}
-    free = ("in_channels", "guidance", "control_channels")
+    free = ("guidance",)
     names: Mapping[str, str] = {
         **BLOCKS,
         **embedder_names("time_text_embed", time="timestep", pooled="text", guidance="guidance"),
@@ -115,7 +115,6 @@ class DiffusersChroma(Flux1Blocks[ChromaConfig]):
 
     class_name = "ChromaTransformer2DModel"
     config_class = ChromaConfig
-    free = ("in_channels", "approximator")
     names: Mapping[str, str] = {
         **BLOCKS,
         "modulation.linear_(in|out)": "distilled_guidance_layer.(in|out)_proj",
@@ -147,7 +146,7 @@ class DiffusersFlux2(DiffusersTokens[Flux2Config]):
         "rope_theta": "rope_theta",
         "layernorm_epsilon": "eps",
     }
-    free = ("in_channels", "guidance")
+    free = ("guidance",)
     names: Mapping[str, str] = {
         **JOINT,
         **embedder_names("time_guidance_embed", time="timestep", guidance="guidance"),
@@ -201,7 +200,6 @@ class DiffusersQwenImage(DiffusersTokens[QwenImageConfig]):
     class_name = "QwenImageTransformer2DModel"
     config_class = QwenImageConfig
     same: Mapping[str, str] = {**DiffusersTokens.same, "clean_reference_time": "zero_cond_t"}
-    free = ("in_channels",)
     names: Mapping[str, str] = {
         **JOINT,
         **embedder_names("time_text_embed", time="timestep"),

@@ -4,7 +4,7 @@ import importlib
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -107,8 +107,28 @@ def arguments_of(class_name: str) -> Mapping[str, Any]:
 
 TRAINING_SETTINGS = {"context_dropout", "class_dropout", "rope_scaling", "lora", "base_width", "null_text"}
 """Our settings that do not change the network of an export. `rope_scaling` has an effect only with `rope_factors`."""
-HEAD_SETTINGS = {"hidden_size", "num_attention_heads"}
-"""Our settings that follow from `num_attention_heads` and `attention_head_dim`."""
+
+
+def check_settings(side: str, model: Any, supported: Any, free: Collection[str]) -> None:
+    """Check that a model has the settings of a model that the other code base, `side`, supports.
+
+    Args:
+        free: settings that may have any value.
+    """
+    ours, theirs = (
+        {
+            **vars(network),
+            "ffn_hidden_size": network.ffn_size,
+            "out_channels": network.out_channels or network.in_channels,
+        }
+        for network in (model, supported)
+    )
+    if ours.get("num_query_groups") == model.num_attention_heads:  # as many as without groups
+        ours["num_query_groups"] = None
+    if set(ours.get("rope_factors") or [1.0]) == {1.0}:
+        ours["rope_factors"] = None
+    names = {name: value for name, value in theirs.items() if name not in {*TRAINING_SETTINGS, *free}}
+    require(f"{side} does not support this model", ours, names, TRAIN_THAT_WAY)
 
 
 class DiffusersFormat(Generic[Model]):
@@ -119,8 +139,7 @@ class DiffusersFormat(Generic[Model]):
         other: arguments without effect on the network, or with several values for one network; all others must have the
             values that `write` returns for the model.
         same: diffusers' names of settings with equal values, by ours.
-        free: further settings of ours that the class has, with any value.
-        only: settings of ours that the class has with one value, which is not our default.
+        free: settings of ours that the class has, but its `config.json` has not, or not exactly.
         has_outputs: whether `out_channels` of the class is our setting of this name.
         names: diffusers' names of layers by ours, as in `layer_rules`.
         stored_tables: whether files contain the results of `tables`.
@@ -138,7 +157,6 @@ class DiffusersFormat(Generic[Model]):
     other: Collection[str] = ()
     same: Mapping[str, str] = MappingProxyType({})
     free: Collection[str] = ()
-    only: Mapping[str, Any] = MappingProxyType({})
     has_outputs: bool = True
     names: Mapping[str, str] = MappingProxyType({})
     stored_tables: bool = False
@@ -156,12 +174,17 @@ class DiffusersFormat(Generic[Model]):
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         """Convert diffusers' settings, completed by `defaults`, as far as our model has them, see `read_settings`."""
+        return self.trained(self.network(published), published)
+
+    def network(self, published: Mapping[str, Any]) -> Model:
+        """Return our network for diffusers' settings."""
         build: Any = self.config_class
-        return self.trained(build(**{"null_text": "empty", **self.read_sizes(published)}), published)
+        return build(**self.read_sizes(published))
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Return our settings for diffusers' settings."""
-        sizes: dict[str, Any] = {ours: published[theirs] for ours, theirs in self.same.items()}
+        sizes: dict[str, Any] = {"null_text": "empty"} if hasattr(self.config_class, "null_text") else {}
+        sizes |= {ours: published[theirs] for ours, theirs in self.same.items()}
         sizes |= {name: float(sizes[name]) for name in ("rope_theta", "time_scale") if name in sizes}
         if "attention_head_dim" in self.defaults:
             heads = published["num_attention_heads"]
@@ -186,9 +209,13 @@ class DiffusersFormat(Generic[Model]):
         return TrainedModel(model, objective, latent_size, {"solver": "euler", **self.sampling}, notes=notes)
 
     def write(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        """Return diffusers' settings that differ from `defaults`, and notes about differences in effect."""
-        self.check(model)
-        return self.write_sizes(model, latent_size), []
+        """Return diffusers' settings that differ from `defaults`, and notes about differences in effect.
+
+        A model is supported if the network for these settings is the same.
+        """
+        settings = self.write_sizes(model, latent_size)
+        check_settings(self.class_name, model, self.network({**self.defaults, **settings}), self.free)
+        return settings, []
 
     def write_sizes(self, model: Any, latent_size: LatentSize) -> dict[str, Any]:
         """Invert `read_sizes`."""
@@ -205,24 +232,6 @@ class DiffusersFormat(Generic[Model]):
         if "sample_size" in self.defaults:
             settings["sample_size"] = square_side(self.class_name, latent_size, model.patch_spatial)[0]
         return settings
-
-    def check(self, model: Any) -> None:
-        """Check that the class has every property of a model."""
-        free, only = {*HEAD_SETTINGS, *self.same, *self.free}, dict(self.only)
-        inner = self.inner_size(model.hidden_size)
-        if inner in (None, model.ffn_size):
-            free.add("ffn_hidden_size")
-        else:
-            only["ffn_hidden_size"] = inner
-        if self.has_outputs or model.out_channels == model.in_channels:
-            free.add("out_channels")
-        if getattr(model, "num_query_groups", None) == model.num_attention_heads:  # as many as without groups
-            free.add("num_query_groups")
-        check_settings(self.class_name, model, free, only)
-
-    def inner_size(self, hidden_size: int) -> Optional[int]:
-        """Return the inner width of the MLPs that the class has for a width of the tokens; None for any."""
-        return None if "mlp_ratio" in self.defaults else 4 * hidden_size
 
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         """Return the rules between the weights."""
@@ -308,20 +317,6 @@ class DiffusersFormat(Generic[Model]):
         changed, notes = self.write(model, latent_size)
         header = {"_class_name": self.class_name, "_diffusers_version": VERSION}
         return {**header, **self.defaults, **changed}, notes
-
-
-def check_settings(
-    side: str, model: ModelConfig, free: Collection[str], only: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Check that a model has the default of every setting that the other code base, `side`, does not have.
-
-    Args:
-        free, only: settings that it has, with any value, and with one value that is not our default.
-    """
-    default = type(model)()
-    names = [field.name for field in fields(model) if field.name not in {*TRAINING_SETTINGS, *free}]
-    supported = {name: only.get(name, getattr(default, name)) for name in names}
-    require(f"{side} does not support this model", vars(model), supported, TRAIN_THAT_WAY)
 
 
 def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:

@@ -40,7 +40,6 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
         "rope_theta": "rope_theta",
         "rope_axes": "rope_axes_dim",
     }
-    free = ("image_to_video",)
     names: Mapping[str, str] = {
         **JOINT,
         **FEED_FORWARD,

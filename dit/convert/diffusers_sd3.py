@@ -34,7 +34,6 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
         "pooled_size": "pooled_projection_dim",
         "num_joint_layers": "num_layers",
     }
-    free = ("num_dual_layers", "qk_layernorm", "position_crop")
     names: Mapping[str, str] = {
         **JOINT,
         **FEED_FORWARD,
