@@ -234,7 +234,6 @@ class DiffusersFormat(Generic[Model]):
         return settings
 
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        """Return the rules between the weights."""
         unmatched = learned_nulls(shapes)
         parameters = [name for name in shapes if name not in unmatched]
         num_joint = getattr(model, "num_joint_layers", None)

@@ -86,7 +86,6 @@ class StoredTensors:
             yield entries
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in full."""
         with self.slices([name]) as (entry,):
             return entry[:].clone()
 

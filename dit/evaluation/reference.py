@@ -101,7 +101,6 @@ def _arrays(path: Path) -> Iterator[dict[str, StoredArray]]:
 
 
 def _numbers(path: Path, arrays: dict[str, StoredArray], name: str, axes: int) -> tuple[int, ...]:
-    """Return the shape of an array of features."""
     array = arrays[name]
     if array.dtype.kind != "f" or len(array.shape) != axes or not 1 <= array.shape[-1] <= MOST_FEATURES:
         raise ConfigError(

@@ -41,7 +41,6 @@ class PreemptionFlag:
 
     @property
     def requested(self) -> bool:
-        """True once one of the signals has arrived."""
         return self.signal_name is not None
 
     def __enter__(self) -> "PreemptionFlag":

@@ -62,7 +62,6 @@ class Copy:
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Copy":
-        """Return the entry of a checkpoint with this manifest."""
         return cls(hashlib.sha256(manifest.to_text().encode()).hexdigest(), manifest.held_out_loss)
 
 
