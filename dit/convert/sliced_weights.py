@@ -89,6 +89,9 @@ class StoredTensors:
         with self.slices([name]) as (entry,):
             return entry[:].clone()
 
+    def read_all(self) -> dict[str, Tensor]:
+        return {name: self.read(name) for name in self.shapes}
+
 
 class SlicedWeights:
     """The parameters of a model in the files of a diffusers folder."""
