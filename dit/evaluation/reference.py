@@ -90,13 +90,10 @@ def _arrays(path: Path) -> Iterator[dict[str, StoredArray]]:
             yield arrays
     except ConfigError:
         raise
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(
-            f"--reference {path} cannot be read: {error.strerror}; give an .npz file or a folder"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"--reference {path} cannot be read: {' '.join(str(error).split())}; give a complete .npz file"
+            f"--reference {path} cannot be read: {reason}; give a complete .npz file or a folder"
         ) from error
 
 
