@@ -118,8 +118,8 @@ def check_settings(side: str, model: Any, supported: Any, free: Collection[str])
     ours, theirs = (
         {
             **vars(network),
-            "ffn_hidden_size": network.ffn_size,
-            "out_channels": network.out_channels or network.in_channels,
+            "ffn_hidden_size": getattr(network, "ffn_size", None),
+            "out_channels": getattr(network, "out_channels", None) or network.in_channels,
         }
         for network in (model, supported)
     )

@@ -21,7 +21,7 @@ from dit.convert.diffusers_format import (
     learned_nulls,
     square_side,
 )
-from dit.convert.rules import POINTWISE, TRAIN_THAT_WAY, ByHead, Rule, RuleBook, Shape, renamed, require
+from dit.convert.rules import POINTWISE, ByHead, Rule, RuleBook, Shape, renamed
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -50,6 +50,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     class_name = "UNet2DConditionModel"
     config_class = LDMUNetConfig
     other = ("dropout", "upcast_attention", "addition_embed_type_num_heads", "transformer_layers_per_block")
+    free = ("num_attention_heads",)
     part = "unet"
 
     def comfyui_name(self, layer: str) -> str:
@@ -72,6 +73,23 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        model, size = self.network(published), published["sample_size"]
+        if model.control_channels == model.in_channels + 1:
+            raise ConfigError(
+                f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
+                "picture; the mask is not supported, use the text-to-image model"
+            )
+        if model.pooled_size is not None and model.pooled_size + LENGTH_FEATURES == model.context_size:
+            inputs = published["projection_class_embeddings_input_dim"]
+            raise ConfigError(
+                f"projection_class_embeddings_input_dim={inputs} is that of the refiner of Stable Diffusion XL: a "
+                "pooled text and five numbers, with an aesthetic score; use the base model, which has sizes and crops"
+            )
+        objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
+        sampling = {"solver": "ddim", "num_steps": 50, "guidance_scale": 7.5 if model.pooled_size is None else 5.0}
+        return TrainedModel(model, objective, (1, size, size), sampling)
+
+    def network(self, published: Mapping[str, Any]) -> LDMUNetConfig:
         channels, depths = published["block_out_channels"], published["transformer_layers_per_block"]
         depths = [depths] * len(channels) if isinstance(depths, int) else depths
         if len(depths) != len(channels) or not all(isinstance(depth, int) for depth in depths):
@@ -84,20 +102,9 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         head_size = channels[0] // heads[0] if isinstance(heads, list) else None
         has_pooled = {name: published[name] for name in ADDED} == ADDED
         pooled = inputs - LENGTHS * LENGTH_FEATURES if has_pooled else None
-        control = max(0, published["in_channels"] - published["out_channels"])
-        if control == published["out_channels"] + 1:
-            raise ConfigError(
-                f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
-                "picture; the mask is not supported, use the text-to-image model"
-            )
-        if pooled is not None and pooled + LENGTH_FEATURES == published["cross_attention_dim"]:
-            raise ConfigError(
-                f"projection_class_embeddings_input_dim={inputs} is that of the refiner of Stable Diffusion XL: a "
-                "pooled text and five numbers, with an aesthetic score; use the base model, which has sizes and crops"
-            )
-        model = LDMUNetConfig(
+        return LDMUNetConfig(
             in_channels=published["out_channels"],
-            control_channels=control or None,
+            control_channels=max(0, published["in_channels"] - published["out_channels"]) or None,
             context_size=published["cross_attention_dim"],
             block_out_channels=channels,
             layers_per_block=published["layers_per_block"],
@@ -109,30 +116,20 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             norm_num_groups=published["norm_num_groups"],
             null_text="empty" if pooled is None else "zeros",
         )
-        size = published["sample_size"]
-        objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
-        sampling = {"solver": "ddim", "num_steps": 50, "guidance_scale": 7.5 if pooled is None else 5.0}
-        return TrainedModel(model, objective, (1, size, size), sampling)
 
     def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        fault = f"{self.class_name} does not support this model"
-        require(fault, vars(model), {"patch_spatial": 1, "patch_temporal": 1}, TRAIN_THAT_WAY)
+        settings, _ = super().write(model, latent_size)
+        return settings, square_side(self.class_name, latent_size, 2**model.halvings)[1]
+
+    def write_sizes(self, model: LDMUNetConfig, latent_size: LatentSize) -> dict[str, Any]:
         layers, bottom = model.transformer_layers, model.mid_transformer_layers
-        side, notes = square_side(self.class_name, latent_size, 2**model.halvings)
-        if bottom == 0 or layers[-1] not in (0, bottom):
-            raise ConfigError(
-                f"{self.class_name} does not support this model: its bottom has as many transformer layers as its "
-                f"lowest resolution, but ours has mid_transformer_layers={bottom} and transformer_layers={layers}; "
-                f"{TRAIN_THAT_WAY}"
-            )
-        with_text = [depth > 0 for depth in layers]
-        depths = [depth or bottom for depth in layers]
+        depths = [depth or bottom or 1 for depth in layers]
         settings = {
-            "sample_size": side,
+            "sample_size": square_side(self.class_name, latent_size, 2**model.halvings)[0],
             "in_channels": model.input_features,
             "out_channels": model.in_channels,
-            "down_block_types": [DOWN[has] for has in with_text],
-            "up_block_types": [UP[has] for has in reversed(with_text)],
+            "down_block_types": [DOWN[depth > 0] for depth in layers],
+            "up_block_types": [UP[depth > 0] for depth in reversed(layers)],
             "block_out_channels": model.block_out_channels,
             "layers_per_block": model.layers_per_block,
             "norm_num_groups": model.norm_num_groups,
@@ -146,7 +143,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         if model.pooled_size is not None:
             inputs = model.pooled_size + LENGTHS * LENGTH_FEATURES
             settings |= {**ADDED, "projection_class_embeddings_input_dim": inputs}
-        return settings, notes
+        return settings
 
     def rules(self, model: LDMUNetConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         linear = model.head_size is not None
