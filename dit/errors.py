@@ -149,7 +149,7 @@ def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
     return f"{short[:half]} ...({len(short) - 2 * half:,} characters)... {short[-half:]}"
 
 
-def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
+def first_few(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     """Return the first names of a list for a message, and the number of the others."""
     remainder = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + remainder

@@ -241,11 +241,17 @@ def read_diffusers_folder(source: Path) -> Content:
     """Read a folder in the diffusers layout: of a network, or of a pipeline."""
     from dit.checkpoint.diffusers_folder import read_network
     from dit.convert.pipeline_import import check_single, network_folder
-    from dit.convert.state_files import read_diffusers
+    from dit.convert.sliced_weights import StoredTensors
+    from dit.convert.state_files import index_of, read_tensors, weights_file
+    from dit.pipeline_folder import name_a_part
 
     check_single(source)
-    _, tensors = read_diffusers(network_folder(source))
+    folder = network_folder(source)
+    if message := name_a_part(folder, "transformer", "unet", "vae", "vqvae"):
+        raise ConfigError(message)
     network = read_network(source)
+    is_pickle = not index_of(folder).exists() and weights_file(folder).suffix == ".bin"
+    tensors = read_tensors(weights_file(folder)) if is_pickle else StoredTensors(folder).read_all()
     trained = network.trained
     rules = network.rules(trained.model)
     return Content(trained, rules, tensors, network.recorded, network.notes)

@@ -27,8 +27,7 @@ from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import on_first_rank, reads_together
-from dit.convert.rules import some_of
-from dit.errors import CheckpointError, ConfigError, UserError
+from dit.errors import CheckpointError, ConfigError, UserError, first_few
 from dit.models.base import ModelConfig
 from dit.models.lora import merge_adapters
 from dit.run_config import RunConfig
@@ -147,7 +146,7 @@ def check_settings(start: Start, config: RunConfig) -> None:
     names = [name for name in ours if name in theirs and name not in MAY_DIFFER and f"model.{name}" not in accepted]
     changed = [name for name in names if ours[name] != theirs[name]]
     if changed and "model" not in accepted:
-        stored, new = (some_of([f"{name}={values[name]!r}" for name in changed]) for values in (theirs, ours))
+        stored, new = (first_few([f"{name}={values[name]!r}" for name in changed]) for values in (theirs, ours))
         accept = json.dumps([*accepted, *(f"model.{name}" for name in changed)], separators=(",", ":"))
         raise ConfigError(
             f"checkpoint.start_from: {start.folder} has {stored}, but the model of the run has {new}; set these "

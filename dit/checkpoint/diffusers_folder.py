@@ -28,11 +28,11 @@ from dit.checkpoint.verify_together import reads_together
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
 from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
-from dit.convert.rules import RuleBook, some_of
+from dit.convert.rules import RuleBook
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights, StoredTensors
 from dit.convert.state_files import CONFIG, STEM, VARIANT, VARIANT_INDEX, read_json
-from dit.errors import CheckpointError, ConfigError
+from dit.errors import CheckpointError, ConfigError, first_few
 from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig
 from dit.models.conditioned import ControlConditioned
@@ -190,7 +190,7 @@ def _checked_rules(network: Network, model: ModelConfig) -> RuleBook:
         return rules
     names = [field.name for field in fields(model) if field.name not in NOT_SIZES]
     changed = [name for name in names if getattr(model, name) != getattr(stored, name)]
-    theirs, ours = (some_of([f"{n}={getattr(m, n)!r}" for n in changed]) for m in (stored, model))
+    theirs, ours = (first_few([f"{n}={getattr(m, n)!r}" for n in changed]) for m in (stored, model))
     raise ConfigError(
         f"checkpoint.start_from: {path} has {theirs}, but the model of the run has {ours}; set these settings of model "
         f"to the former, or {cure}"

@@ -72,7 +72,6 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all listed files."""
         return sum(record.size_bytes for record in self.files.values())
 
     @property

@@ -23,37 +23,23 @@ if TYPE_CHECKING:
 EVERY = "*"
 """All settings of a part, including future ones."""
 
-# For each argument of `pretrain`: settings whose change is refused, then settings whose change is reported. A setting
-# in neither list is refused, too; a test requires that every setting is listed.
-SETTINGS: dict[str, tuple[str, str]] = {
-    "model": (EVERY, ""),
-    "objective": (EVERY, ""),
-    "data": (
-        "path blend blend_steps shuffle_buffer max_tokens_per_pack "
-        "pack_cost_tokens packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample "
-        "min_aesthetic_score min_side max_side max_aspect_ratio min_seconds max_seconds min_caption_length "
-        "max_caption_length resize_side crop_size random_crop flip clean_first_frame "
-        "frame_levels inpaint references vary_captions online_vae online_text_encoder online_precision frames height "
-        "width shapes same_shape text_tokens dataset_size",
-        # The stream itself refuses a changed number of streams.
-        "num_streams pack_multiple_of background max_lost_samples require_checksums validation_split "
-        "validation_samples",
-    ),
-    "optimizer": ("algorithm beta1 beta2 eps weight_decay muon_momentum", "lr clip_grad offload"),
-    "schedule": ("", EVERY),
-    "parallel": ("", EVERY),
-    "training": (
-        "global_batch_size precision fp8 seed ema_decay ema_start_step ema_sigma_rel",
-        # The stream itself refuses a changed micro-batch if that would change the samples of a step.
-        "run_dir num_steps micro_batch_size loss_scale initial_loss_scale loss_scale_window attention "
-        "deterministic cuda_graph linears kernels recompute recompute_layers ema_offload log_interval "
-        "validation_interval sample_interval hooks stop_at_step time_limit "
-        "on_bad_numbers spike_threshold max_bad_steps recheck_interval hang_timeout_s",
-    ),
-    "checkpoint": ("", EVERY),
-    "logging": ("", EVERY),
-    "sampling": ("", EVERY),
+REPORTED: dict[str, str] = {
+    # The stream itself refuses a changed number of streams.
+    "data": "num_streams pack_multiple_of background max_lost_samples require_checksums validation_split "
+    "validation_samples",
+    "optimizer": "lr clip_grad offload",
+    "schedule": EVERY,
+    "parallel": EVERY,
+    # The stream itself refuses a changed micro-batch if that would change the samples of a step.
+    "training": "run_dir num_steps micro_batch_size loss_scale initial_loss_scale loss_scale_window attention "
+    "deterministic cuda_graph linears kernels recompute recompute_layers ema_offload log_interval validation_interval "
+    "sample_interval hooks stop_at_step time_limit on_bad_numbers spike_threshold max_bad_steps recheck_interval "
+    "hang_timeout_s",
+    "checkpoint": EVERY,
+    "logging": EVERY,
+    "sampling": EVERY,
 }
+"""Settings whose change is only reported, by the part of a run; the change of any other setting is refused."""
 DATA_ORDER = ("data", "training.seed")
 """The settings that determine the order of samples: a change invalidates the saved position in the data."""
 
@@ -73,7 +59,7 @@ class Change:
     def is_refused(self) -> bool:
         """Whether the change would make the run another experiment."""
         part, _, name = self.path.partition(".")
-        reported = SETTINGS.get(part, ("", ""))[1].split()
+        reported = REPORTED.get(part, "").split()
         return name not in reported and EVERY not in reported
 
     @property

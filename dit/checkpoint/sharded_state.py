@@ -110,7 +110,6 @@ class LocalState:
 
     @property
     def boxes(self) -> dict[str, list[Box]]:
-        """The boxes of each tensor, by its name."""
         return {f"{slot}.{name}": boxes for name, (_, boxes, slots) in self.parts.items() for slot in slots}
 
 

@@ -36,19 +36,13 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
 
     class_name = "AutoencoderKL"
     config_class = AutoencoderConfig
-    fixed: Collection[str] = ("act_fn", "latents_mean", "latents_std", "use_quant_conv", "use_post_quant_conv")
+    other: Collection[str] = ("force_upcast", "scaling_factor")
 
     def describes(self, model: ModelConfig) -> bool:
         return super().describes(model) and not model.quantizes
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, size = published["block_out_channels"], published["sample_size"]
-        kinds = {*published["down_block_types"], *published["up_block_types"]}
-        if kinds != {DOWN, UP} or published["in_channels"] != published["out_channels"]:
-            raise ConfigError(
-                f"{self.class_name} of blocks {', '.join(sorted(kinds))}, from {published['in_channels']} to "
-                f"{published['out_channels']} channels; ours has {DOWN} and {UP}, and as many output as input channels"
-            )
         model = AutoencoderConfig(
             patch_spatial=2 ** (len(channels) - 1),
             block_out_channels=channels,
@@ -81,7 +75,7 @@ class DiffusersVQModel(DiffusersAutoencoder):
     """`VQModel`, whose entries are as wide as its latents."""
 
     class_name = "VQModel"
-    fixed = ("act_fn", "norm_type", "lookup_from_codebook")
+    other = (*DiffusersAutoencoder.other, "vq_embed_dim")
 
     def describes(self, model: ModelConfig) -> bool:
         return type(model) is self.config_class and model.quantizes

@@ -48,7 +48,10 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
     class_name = "PixArtTransformer2DModel"
     aliases = ("Transformer2DModel",)
     config_class = STDiTConfig
-    fixed = ("attention_bias", "activation_fn", "norm_type", "norm_elementwise_affine", "norm_eps", "attention_type")
+    other = (
+        *("dropout", "norm_num_groups", "num_embeds_ada_norm", "upcast_attention", "interpolation_scale"),
+        "use_additional_conditions",
+    )
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",
@@ -56,7 +59,6 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         "context_size": "caption_channels",
     }
     free = ("position_span",)
-    only: Mapping[str, Any] = {"layer_pattern": ["full"], "fps_conditioning": False, "qk_layernorm": False}
     names: Mapping[str, str] = {
         **{name.replace(".attention", ".attentions.full"): layer for name, layer in CROSS_ATTENTION.items()},
         "embed.linear": "pos_embed.proj",
@@ -77,15 +79,16 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         sizes, size = super().read_sizes(published), published["sample_size"]
-        if published["use_additional_conditions"] is None:
-            published = {**published, "use_additional_conditions": size == 128}
-        self.check_published(published, use_additional_conditions=False, cross_attention_dim=sizes["hidden_size"])
+        conditioned = published["use_additional_conditions"]
+        if size == 128 if conditioned is None else conditioned:
+            raise ConfigError("use_additional_conditions=True: PixArt-alpha of 1024 px reads sizes; use PixArt-Sigma")
         if published["caption_channels"] is None:
             raise ConfigError(f"{self.class_name} with caption_channels=None has no text projection; ours has one")
         # The default is an integer number of base resolutions.
         scale = published["interpolation_scale"]
         scale = max(size // 64, 1) if scale is None else scale
-        return {**sizes, **self.only, "position_span": size // published["patch_size"] / scale}
+        ours = {"layer_pattern": ["full"], "fps_conditioning": False, "qk_layernorm": False}
+        return {**sizes, **ours, "position_span": size // published["patch_size"] / scale}
 
     def trained(self, model: STDiTConfig, published: Mapping[str, Any]) -> TrainedModel:
         size = (1, published["sample_size"], published["sample_size"])
@@ -94,15 +97,19 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
     def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         settings, _ = super().write(model, latent_size)
         height, notes = square_side(self.class_name, latent_size, model.patch_spatial)
-        side = height // model.patch_spatial
         if model.position_span is None:
+            side = height // model.patch_spatial
             notes.append(f"positions are not scaled here; diffusers scales those of other sizes than {side} patches")
-        settings |= {
+        return settings, notes
+
+    def write_sizes(self, model: STDiTConfig, latent_size: LatentSize) -> dict[str, Any]:
+        settings = super().write_sizes(model, latent_size)
+        side = settings["sample_size"] // model.patch_spatial
+        return settings | {
             "cross_attention_dim": model.hidden_size,
             "interpolation_scale": 1 if model.position_span is None else side / model.position_span,
             "use_additional_conditions": False,
         }
-        return settings, notes
 
     def forms(self, model: STDiTConfig) -> Mapping[str, Form]:
         three, two = (ByHead(model.num_attention_heads, (model.head_size,) * parts) for parts in (3, 2))
@@ -153,10 +160,7 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
 
     class_name = "SanaTransformer2DModel"
     config_class = SanaConfig
-    fixed = (
-        *("dropout", "attention_bias", "norm_elementwise_affine", "norm_eps", "interpolation_scale"),
-        *("guidance_embeds", "timestep_scale"),
-    )
+    other = ("guidance_embeds_scale",)
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",
@@ -164,7 +168,6 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
         "patch_spatial": "patch_size",
         "context_size": "caption_channels",
     }
-    free = ("qk_layernorm",)
     names: Mapping[str, str] = {
         **CROSS_ATTENTION,
         "embed.linear": "patch_embed.proj",
@@ -181,12 +184,7 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
     sampling: Mapping[str, Any] = {"num_steps": 20, "guidance_scale": 4.5}
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        sizes, norm = super().read_sizes(published), published["qk_norm"]
-        heads, size = published["num_cross_attention_heads"], published["cross_attention_head_dim"]
-        product = "num_cross_attention_heads x cross_attention_head_dim"
-        supported = dict.fromkeys(("cross_attention_dim", product), sizes["hidden_size"])
-        self.check_published({**published, product: heads * size}, qk_norm=FULL_WIDTH if norm else None, **supported)
-        return sizes | {"qk_layernorm": norm is not None}
+        return super().read_sizes(published) | {"qk_layernorm": published["qk_norm"] is not None}
 
     def write_sizes(self, model: SanaConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
@@ -219,7 +217,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
 
     class_name = "WanTransformer3DModel"
     config_class = WanConfig
-    fixed = ("freq_dim", "cross_attn_norm", "qk_norm", "image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+    other = ("rope_max_seq_len",)
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",
@@ -227,7 +225,6 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         "ffn_hidden_size": "ffn_dim",
         "layernorm_epsilon": "eps",
     }
-    free = ("patch_spatial", "patch_temporal")
     names: Mapping[str, str] = {
         **{name: layer.replace("transformer_blocks", "blocks") for name, layer in CROSS_ATTENTION.items()},
         "embed.linear": "patch_embedding",
@@ -248,15 +245,13 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
     }
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        patch_temporal, *patch = published["patch_size"]
-        if len(patch) != 2 or patch[0] != patch[1]:
-            raise ConfigError(f"patch_size={list(published['patch_size'])}: our patches are (t, p, p), as high as wide")
         if published["in_channels"] > (published["out_channels"] or published["in_channels"]):
             raise ConfigError(
                 f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
                 "network also reads a picture or a control clip, which WanConfig does not; use the text-to-video one"
             )
-        return super().read_sizes(published) | {"patch_temporal": patch_temporal, "patch_spatial": patch[0]}
+        patch_temporal, patch_spatial, *_ = published["patch_size"]
+        return super().read_sizes(published) | {"patch_temporal": patch_temporal, "patch_spatial": patch_spatial}
 
     def write_sizes(self, model: WanConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {

@@ -31,7 +31,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
     class_name = "DiTTransformer2DModel"
     aliases = ("Transformer2DModel",)
     config_class = DiTConfig
-    fixed = ("attention_bias", "activation_fn", "norm_type", "norm_elementwise_affine")
+    other = ("dropout", "norm_num_groups", "upcast_attention", "norm_eps")
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",
@@ -52,7 +52,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
     samples_by_class = True
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        model = DiTConfig(**self.read_sizes(published), time_frequency_shift=1)
+        model = self.network(published)
         notes = []
         if published["norm_eps"] != model.layernorm_epsilon:
             notes.append(
@@ -62,11 +62,11 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         size = (1, published["sample_size"], published["sample_size"])
         return TrainedModel(model, trained_objective(model), size, published_sampling(model), notes=notes)
 
-    def check(self, model: DiTConfig) -> None:
-        super().check(model)
-        check_class_dit(model, self.class_name)
+    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        return super().read_sizes(published) | {"time_frequency_shift": 1}
 
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        check_class_dit(model, self.class_name)
         settings, _ = super().write(model, latent_size)
         _, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         if model.time_frequency_shift != 1:

@@ -40,7 +40,6 @@ class Flux1Blocks(DiffusersTokens[Model]):
     ordered by head.
     """
 
-    fixed = ("patch_size",)
     same: Mapping[str, str] = {**DiffusersTokens.same, "num_single_layers": "num_single_layers"}
     time_shift = 3.0
     comfyui: Mapping[str, str] = {
@@ -74,7 +73,7 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
     class_name = "FluxTransformer2DModel"
     config_class = FluxConfig
     same: Mapping[str, str] = {**Flux1Blocks.same, "pooled_size": "pooled_projection_dim"}
-    free = ("in_channels", "guidance", "control_channels")
+    free = ("guidance",)
     names: Mapping[str, str] = {
         **BLOCKS,
         **embedder_names("time_text_embed", time="timestep", pooled="text", guidance="guidance"),
@@ -116,7 +115,6 @@ class DiffusersChroma(Flux1Blocks[ChromaConfig]):
 
     class_name = "ChromaTransformer2DModel"
     config_class = ChromaConfig
-    free = ("in_channels", "approximator")
     names: Mapping[str, str] = {
         **BLOCKS,
         "modulation.linear_(in|out)": "distilled_guidance_layer.(in|out)_proj",
@@ -141,14 +139,14 @@ class DiffusersFlux2(DiffusersTokens[Flux2Config]):
 
     class_name = "Flux2Transformer2DModel"
     config_class = Flux2Config
-    fixed = ("patch_size", "out_channels", "timestep_guidance_channels")
+    has_outputs = False
     same: Mapping[str, str] = {
         **DiffusersTokens.same,
         "num_single_layers": "num_single_layers",
         "rope_theta": "rope_theta",
         "layernorm_epsilon": "eps",
     }
-    free = ("in_channels", "guidance")
+    free = ("guidance",)
     names: Mapping[str, str] = {
         **JOINT,
         **embedder_names("time_guidance_embed", time="timestep", guidance="guidance"),
@@ -201,9 +199,7 @@ class DiffusersQwenImage(DiffusersTokens[QwenImageConfig]):
 
     class_name = "QwenImageTransformer2DModel"
     config_class = QwenImageConfig
-    fixed = ("patch_size", "guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
     same: Mapping[str, str] = {**DiffusersTokens.same, "clean_reference_time": "zero_cond_t"}
-    free = ("in_channels",)
     names: Mapping[str, str] = {
         **JOINT,
         **embedder_names("time_text_embed", time="timestep"),

@@ -4,7 +4,7 @@ import importlib
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -107,8 +107,28 @@ def arguments_of(class_name: str) -> Mapping[str, Any]:
 
 TRAINING_SETTINGS = {"context_dropout", "class_dropout", "rope_scaling", "lora", "base_width", "null_text"}
 """Our settings that do not change the network of an export. `rope_scaling` has an effect only with `rope_factors`."""
-HEAD_SETTINGS = {"hidden_size", "num_attention_heads"}
-"""Our settings that follow from `num_attention_heads` and `attention_head_dim`."""
+
+
+def check_settings(side: str, model: Any, supported: Any, free: Collection[str]) -> None:
+    """Check that a model has the settings of a model that the other code base, `side`, supports.
+
+    Args:
+        free: settings that may have any value.
+    """
+    ours, theirs = (
+        {
+            **vars(network),
+            "ffn_hidden_size": getattr(network, "ffn_size", None),
+            "out_channels": getattr(network, "out_channels", None) or network.in_channels,
+        }
+        for network in (model, supported)
+    )
+    if ours.get("num_query_groups") == model.num_attention_heads:  # as many as without groups
+        ours["num_query_groups"] = None
+    if set(ours.get("rope_factors") or [1.0]) == {1.0}:
+        ours["rope_factors"] = None
+    names = {name: value for name, value in theirs.items() if name not in {*TRAINING_SETTINGS, *free}}
+    require(f"{side} does not support this model", ours, names, TRAIN_THAT_WAY)
 
 
 class DiffusersFormat(Generic[Model]):
@@ -116,10 +136,11 @@ class DiffusersFormat(Generic[Model]):
 
     Attributes:
         aliases: older names of this class, distinguished from others by `norm_type`.
-        fixed: names of arguments that our backbone supports with the default only.
+        other: arguments without effect on the network, or with several values for one network; all others must have the
+            values that `write` returns for the model.
         same: diffusers' names of settings with equal values, by ours.
-        free: further settings of ours that the class has, with any value.
-        only: settings of ours that the class has with one value, which is not our default.
+        free: settings of ours that the class has, but its `config.json` has not, or not exactly.
+        has_outputs: whether `out_channels` of the class is our setting of this name.
         names: diffusers' names of layers by ours, as in `layer_rules`.
         stored_tables: whether files contain the results of `tables`.
         latent_size: (T, H, W) of training, if it is not in the settings.
@@ -133,10 +154,10 @@ class DiffusersFormat(Generic[Model]):
     class_name: str
     aliases: tuple[str, ...] = ()
     config_class: type[Model]
-    fixed: Collection[str] = ()
+    other: Collection[str] = ()
     same: Mapping[str, str] = MappingProxyType({})
     free: Collection[str] = ()
-    only: Mapping[str, Any] = MappingProxyType({})
+    has_outputs: bool = True
     names: Mapping[str, str] = MappingProxyType({})
     stored_tables: bool = False
     latent_size: LatentSize
@@ -151,19 +172,19 @@ class DiffusersFormat(Generic[Model]):
         """Every argument of the diffusers constructor with its default."""
         return arguments_of(self.class_name)
 
-    @property
-    def has_outputs(self) -> bool:
-        """Whether `out_channels` of the class is our setting of this name."""
-        return "out_channels" in self.defaults and "out_channels" not in {*self.fixed, *self.same.values()}
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        """Convert diffusers' settings, completed by `defaults`; raise `ConfigError` for unsupported ones."""
+        """Convert diffusers' settings, completed by `defaults`, as far as our model has them, see `read_settings`."""
+        return self.trained(self.network(published), published)
+
+    def network(self, published: Mapping[str, Any]) -> Model:
+        """Return our network for diffusers' settings."""
         build: Any = self.config_class
-        return self.trained(build(**{"null_text": "empty", **self.read_sizes(published)}), published)
+        return build(**self.read_sizes(published))
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Return our settings for diffusers' settings."""
-        sizes: dict[str, Any] = {ours: published[theirs] for ours, theirs in self.same.items()}
+        sizes: dict[str, Any] = {"null_text": "empty"} if hasattr(self.config_class, "null_text") else {}
+        sizes |= {ours: published[theirs] for ours, theirs in self.same.items()}
         sizes |= {name: float(sizes[name]) for name in ("rope_theta", "time_scale") if name in sizes}
         if "attention_head_dim" in self.defaults:
             heads = published["num_attention_heads"]
@@ -188,9 +209,13 @@ class DiffusersFormat(Generic[Model]):
         return TrainedModel(model, objective, latent_size, {"solver": "euler", **self.sampling}, notes=notes)
 
     def write(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        """Return diffusers' settings that differ from `defaults`, and notes about differences in effect."""
-        self.check(model)
-        return self.write_sizes(model, latent_size), []
+        """Return diffusers' settings that differ from `defaults`, and notes about differences in effect.
+
+        A model is supported if the network for these settings is the same.
+        """
+        settings = self.write_sizes(model, latent_size)
+        check_settings(self.class_name, model, self.network({**self.defaults, **settings}), self.free)
+        return settings, []
 
     def write_sizes(self, model: Any, latent_size: LatentSize) -> dict[str, Any]:
         """Invert `read_sizes`."""
@@ -208,30 +233,7 @@ class DiffusersFormat(Generic[Model]):
             settings["sample_size"] = square_side(self.class_name, latent_size, model.patch_spatial)[0]
         return settings
 
-    def check(self, model: Any) -> None:
-        """Check that the class has every property of a model."""
-        free, only = {*HEAD_SETTINGS, *self.same, *self.free}, dict(self.only)
-        inner = self.inner_size(model.hidden_size)
-        if inner in (None, model.ffn_size):
-            free.add("ffn_hidden_size")
-        else:
-            only["ffn_hidden_size"] = inner
-        if self.has_outputs or model.out_channels == model.in_channels:
-            free.add("out_channels")
-        if getattr(model, "num_query_groups", None) == model.num_attention_heads:  # as many as without groups
-            free.add("num_query_groups")
-        check_settings(self.class_name, model, free, only)
-
-    def check_published(self, published: Mapping[str, Any], **supported: object) -> None:
-        """Check that settings of diffusers have the only values that our model supports."""
-        require(f"{self.class_name} differs from our model", published, supported, "such weights cannot be imported")
-
-    def inner_size(self, hidden_size: int) -> Optional[int]:
-        """Return the inner width of the MLPs that the class has for a width of the tokens; None for any."""
-        return None if "mlp_ratio" in self.defaults else 4 * hidden_size
-
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        """Return the rules between the weights."""
         unmatched = learned_nulls(shapes)
         parameters = [name for name in shapes if name not in unmatched]
         num_joint = getattr(model, "num_joint_layers", None)
@@ -274,14 +276,30 @@ class DiffusersFormat(Generic[Model]):
         )
 
     def read_settings(self, settings: Mapping[str, Any]) -> TrainedModel:
-        """Read a `config.json`; raise `ConfigError` for settings that our backbone does not support."""
+        """Read a `config.json`; raise `ConfigError` for settings that our backbone does not support.
+
+        These are settings that `write` does not return for the model that was read.
+        """
         arguments = {name: value for name, value in settings.items() if not name.startswith("_")}
         # Old files have arguments that no longer exist; they have no effect if unset.
         unknown = [f"{n}={v!r}" for n, v in arguments.items() if n not in self.defaults and v not in (None, False)]
         complete = {n: arguments.get(n, default) for n, default in self.defaults.items()}
         complete = {n: list(v) if isinstance(v, list | tuple) else v for n, v in complete.items()}
-        defaults = self.defaults
-        wrong = [f"{n}={complete[n]!r} (only {defaults[n]!r})" for n in self.fixed if complete[n] != defaults[n]]
+        try:
+            trained = self.read(complete)
+            model: Any = trained.model
+            written = {**self.defaults, **self.write(model, trained.latent_size)[0]}
+        except UserError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"config.json of {self.class_name} has an invalid setting: {error!r:.200}; download it again"
+            ) from error
+        if "out_channels" in complete:  # None stands for the number of input channels
+            for values in (complete, written):
+                values["out_channels"] = values["out_channels"] or values["in_channels"]
+        compared = [n for n in complete if n not in {*self.other, "mlp_ratio"}]
+        wrong = [f"{n}={complete[n]!r} (only {written[n]!r})" for n in compared if complete[n] != written[n]]
         if unknown or wrong:
             faults = "; ".join(
                 f"{kind}: {', '.join(names)}" for kind, names in (("unknown", unknown), ("unsupported", wrong)) if names
@@ -289,14 +307,6 @@ class DiffusersFormat(Generic[Model]):
             raise ConfigError(
                 f"{self.class_name} with settings that {self.config_class.__name__} does not support; {faults}"
             )
-        try:
-            trained = self.read(complete)
-        except UserError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"config.json of {self.class_name} has an invalid setting: {error!r:.200}; download it again"
-            ) from error
         if not isinstance(trained.objective, FlowMatching):
             return trained
         return replace(trained, objective=replace(trained.objective, time_distribution="logit_normal"))
@@ -308,36 +318,11 @@ class DiffusersFormat(Generic[Model]):
         return {**header, **self.defaults, **changed}, notes
 
 
-def check_settings(
-    side: str, model: ModelConfig, free: Collection[str], only: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Check that a model has the default of every setting that the other code base, `side`, does not have.
-
-    Args:
-        free, only: settings that it has, with any value, and with one value that is not our default.
-    """
-    default = type(model)()
-    names = [field.name for field in fields(model) if field.name not in {*TRAINING_SETTINGS, *free}]
-    supported = {name: only.get(name, getattr(default, name)) for name in names}
-    require(f"{side} does not support this model", vars(model), supported, TRAIN_THAT_WAY)
-
-
 def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:
     """Return the form of a layer of patches, by an einops pattern with the axes `pt`, `ph` and `pw` of a patch."""
     sizes |= {"pt": model.patch_temporal, "ph": model.patch_spatial, "pw": model.patch_spatial}
     axes = set(re.findall(r"\w+", pattern))
     return Axes(pattern, {axis: size for axis, size in sizes.items() if axis in axes})
-
-
-NEAREST: Mapping[str, str] = {
-    "DiTCrossConfig": "modulation and gate around self-attention, cross-attention and MLP, from one projection in each "
-    "block: Kandinsky5Transformer3DModel has such blocks and normalises every text token before them, "
-    "CosmosTransformer3DModel modulates by the sinusoids of time and one shift, scale and gate for all blocks, "
-    "PixArtTransformer2DModel does not modulate cross-attention",
-    "DDPMUNetConfig": "norms over all channels, GELU and max-pooling; UNet2DModel normalises groups of channels, with "
-    "SiLU and strided convolutions",
-}
-"""Reasons why the most similar networks of diffusers do not fit a backbone."""
 
 
 def formats() -> list[DiffusersFormat[ModelConfig]]:
@@ -360,9 +345,9 @@ def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
     if form := next((form for form in formats() if form.describes(model)), None):
         return form
     supported = ", ".join(dict.fromkeys(candidate.config_class.__name__ for candidate in formats()))
-    name = type(model).__name__
-    why = f" ({NEAREST[name]})" if name in NEAREST else ""
-    raise ConfigError(f"diffusers {VERSION} has no model like {name}{why}; backbones with one are {supported}")
+    raise ConfigError(
+        f"diffusers {VERSION} has no model like {type(model).__name__}; backbones with one are {supported}"
+    )
 
 
 def export_line(model: ModelConfig) -> tuple[bool, str]:

@@ -26,7 +26,8 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
 
     class_name = "HunyuanVideo15Transformer3DModel"
     config_class = HunyuanVideoConfig
-    fixed = ("qk_norm", "use_meanflow")
+    other = ("target_size",)
+    has_outputs = False
     same: Mapping[str, str] = {
         "in_channels": "out_channels",
         "patch_spatial": "patch_size",
@@ -39,7 +40,6 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
         "rope_theta": "rope_theta",
         "rope_axes": "rope_axes_dim",
     }
-    free = ("image_to_video",)
     names: Mapping[str, str] = {
         **JOINT,
         **FEED_FORWARD,
@@ -60,13 +60,7 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     sampling: Mapping[str, Any] = {"solver": "euler", "num_steps": 50, "guidance_scale": 6.0}
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        task = published["task_type"]
-        self.check_published(
-            published,
-            in_channels=2 * published["out_channels"] + 1,  # latent, first frame and mask
-            task_type=task if task in TASKS else list(TASKS),
-        )
-        return super().read_sizes(published) | {"image_to_video": TASKS[task]}
+        return super().read_sizes(published) | {"image_to_video": TASKS.get(published["task_type"], False)}
 
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:
         side = published["target_size"] // PIXELS
@@ -75,7 +69,7 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
 
     def write_sizes(self, model: HunyuanVideoConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
-            "in_channels": 2 * model.in_channels + 1,
+            "in_channels": 2 * model.in_channels + 1,  # latent, first frame and mask
             "target_size": PIXELS * math.isqrt(latent_size[1] * latent_size[2]),
             "task_type": next(task for task, image in TASKS.items() if image == model.image_to_video),
         }

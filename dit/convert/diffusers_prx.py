@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches, square_side
-from dit.convert.rules import TRAIN_THAT_WAY, TURNED_HEAD, ByHead, Form, require
+from dit.convert.rules import TURNED_HEAD, ByHead, Form
 from dit.models.prx.config import PRXConfig
 
 
@@ -19,7 +19,8 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
 
     class_name = "PRXTransformer2DModel"
     config_class = PRXConfig
-    fixed = ("time_max_period",)
+    other = ("axes_dim",)
+    has_outputs = False
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "patch_spatial": "patch_size",
@@ -30,7 +31,6 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
         "rope_theta": "theta",
         "time_scale": "time_factor",
     }
-    free = ("rope_axes", "rope_factors")
     names: Mapping[str, str] = {
         "embed.linear": "img_in",
         "embed_text": "txt_in",
@@ -51,15 +51,6 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         return super().read_sizes(published) | {"rope_axes": [0, *(published["axes_dim"] or [32, 32])]}
-
-    def check(self, model: PRXConfig) -> None:
-        super().check(model)
-        values = {
-            "rope_axes": model.rope_axes,
-            "rope_factors": None if set(model.rope_factors or [1.0]) == {1.0} else model.rope_factors,
-        }
-        supported = {"rope_axes": [0, *model.rope_axes[1:]], "rope_factors": None}
-        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
 
     def write_sizes(self, model: PRXConfig, latent_size: LatentSize) -> dict[str, Any]:
         square_side(self.class_name, latent_size, model.patch_spatial)  # no effect on the network

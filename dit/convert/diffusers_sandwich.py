@@ -38,7 +38,7 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
 
     class_name = "Lumina2Transformer2DModel"
     config_class = Lumina2Config
-    fixed = ("patch_size", "norm_eps", "scaling_factor")
+    other = ("axes_lens", "multiple_of", "ffn_dim_multiplier", "num_kv_heads")
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "context_size": "cap_feat_dim",
@@ -74,9 +74,6 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
         multiple, factor = published["multiple_of"], published["ffn_dim_multiplier"]
         return sizes | {"ffn_hidden_size": _rounded_size(sizes["hidden_size"], multiple, factor)}
 
-    def inner_size(self, hidden_size: int) -> Optional[int]:
-        return None
-
     def write_sizes(self, model: Lumina2Config, latent_size: LatentSize) -> dict[str, Any]:
         size, inner = model.hidden_size, model.ffn_size
         is_rounded = inner == _rounded_size(size, MULTIPLE, None)
@@ -97,7 +94,8 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
 
     class_name = "ZImageTransformer2DModel"
     config_class = ZImageConfig
-    fixed = ("norm_eps", "siglip_feat_dim")
+    other = ("axes_lens",)
+    has_outputs = False
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "context_size": "cap_feat_dim",
@@ -133,12 +131,7 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         sizes = super().read_sizes(published)
-        heads = sizes["num_attention_heads"]
-        self.check_published(published, all_patch_size=[PATCH], all_f_patch_size=[1], n_kv_heads=heads)
-        return sizes | {"ffn_hidden_size": self.inner_size(sizes["hidden_size"])}
-
-    def inner_size(self, hidden_size: int) -> int:
-        return int(hidden_size / 3 * 8)
+        return sizes | {"ffn_hidden_size": int(sizes["hidden_size"] / 3 * 8)}
 
     def write_sizes(self, model: ZImageConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {"n_kv_heads": model.num_attention_heads}

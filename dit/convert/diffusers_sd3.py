@@ -34,7 +34,6 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
         "pooled_size": "pooled_projection_dim",
         "num_joint_layers": "num_layers",
     }
-    free = ("num_dual_layers", "qk_layernorm", "position_crop")
     names: Mapping[str, str] = {
         **JOINT,
         **FEED_FORWARD,
@@ -58,17 +57,9 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
     }
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        sizes, norm = super().read_sizes(published), published["qk_norm"]
-        num_dual = len(published["dual_attention_layers"])
-        self.check_published(
-            published,
-            caption_projection_dim=sizes["hidden_size"],
-            dual_attention_layers=list(range(num_dual)),
-            qk_norm=norm and "rms_norm",
-        )
-        return sizes | {
-            "num_dual_layers": num_dual,
-            "qk_layernorm": norm is not None,
+        return super().read_sizes(published) | {
+            "num_dual_layers": len(published["dual_attention_layers"]),
+            "qk_layernorm": published["qk_norm"] is not None,
             "position_crop": [published["pos_embed_max_size"], published["sample_size"] // published["patch_size"]],
         }
 

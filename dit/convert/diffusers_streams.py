@@ -89,8 +89,7 @@ class DiffusersTokens(DiffusersStreams[Model]):
         sizes["in_channels"] = channels // PATCH**2
         if sizes.get("out_channels") is not None:
             sizes["out_channels"] //= PATCH**2
-        inner = self.inner_size(sizes["hidden_size"])
-        return sizes if inner is None else sizes | {"ffn_hidden_size": inner}
+        return sizes if "ffn_hidden_size" in sizes else sizes | {"ffn_hidden_size": 4 * sizes["hidden_size"]}
 
     def write_sizes(self, model: Any, latent_size: LatentSize) -> dict[str, Any]:
         out_channels = None if model.output_features == model.token_channels else model.output_features

@@ -18,11 +18,10 @@ from dit.convert.diffusers_format import (
     DiffusersFormat,
     LatentSize,
     TrainedModel,
-    arguments_of,
     learned_nulls,
     square_side,
 )
-from dit.convert.rules import POINTWISE, TRAIN_THAT_WAY, ByHead, Rule, RuleBook, Shape, renamed, require
+from dit.convert.rules import POINTWISE, ByHead, Rule, RuleBook, Shape, renamed
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -43,14 +42,6 @@ NAMES = {
 """Parts of names that differ: ours, diffusers'."""
 ADDED = {"addition_embed_type": "text_time", "addition_time_embed_dim": LENGTH_FEATURES}
 """Settings of diffusers for a pooled text and six lengths."""
-FOLLOWED = (
-    *("sample_size", "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels"),
-    *("layers_per_block", "norm_num_groups", "cross_attention_dim", "transformer_layers_per_block"),
-    *("use_linear_projection", "addition_embed_type", "addition_time_embed_dim"),
-    "projection_class_embeddings_input_dim",
-    *("attention_head_dim", "dropout", "upcast_attention", "addition_embed_type_num_heads"),
-)
-"""Settings of diffusers that our model supports, or that do not affect the network."""
 
 
 class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
@@ -58,7 +49,8 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
 
     class_name = "UNet2DConditionModel"
     config_class = LDMUNetConfig
-    fixed = tuple(name for name in arguments_of(class_name) if name not in FOLLOWED)
+    other = ("dropout", "upcast_attention", "addition_embed_type_num_heads", "transformer_layers_per_block")
+    free = ("num_attention_heads",)
     part = "unet"
 
     def comfyui_name(self, layer: str) -> str:
@@ -81,50 +73,38 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        channels, depths = published["block_out_channels"], published["transformer_layers_per_block"]
-        depths = [depths] * len(channels) if isinstance(depths, int) else depths
-        with_text = [published["down_block_types"][i : i + 1] == [DOWN[1]] for i in range(len(channels))]
-        names = ("in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size")
-        numbers = dict.fromkeys(names, "an integer")
-        heads, head_size = published["attention_head_dim"], None
-        if isinstance(heads, list):  # in spite of its name, `attention_head_dim` is the number of heads
-            sizes = {width / count for width, count in zip(channels, heads)}
-            head_size = int(sizes.pop()) if len(heads) == len(channels) and len(sizes) == 1 else None
-        if head_size is None:
-            numbers["attention_head_dim"] = "an integer, or heads of one size"
-        inputs, pooled = published["projection_class_embeddings_input_dim"], None
-        supported: dict[str, Any] = dict.fromkeys(ADDED)
-        if {name: published[name] for name in ADDED} == ADDED and isinstance(inputs, int):
-            pooled, supported = inputs - LENGTHS * LENGTH_FEATURES, {}
-        if len(depths) != len(channels) or not all(isinstance(depth, int) for depth in depths):
-            supported["transformer_layers_per_block"] = f"an integer, or {len(channels)} integers"
-        supported |= {name: number for name, number in numbers.items() if not isinstance(published[name], int)}
-        supported |= {
-            "down_block_types": [DOWN[has] for has in with_text],
-            "up_block_types": [UP[has] for has in reversed(with_text)],
-            "use_linear_projection": head_size is not None,
-        }
-        cure = f"our blocks are {', '.join((*DOWN, *UP))} in mirrored order, and such weights cannot be imported"
-        require(f"{self.class_name} differs from our model", published, supported, cure)
-        control = published["in_channels"] - published["out_channels"]
-        if control < 0:
-            raise ConfigError(
-                f"out_channels={published['out_channels']} is above in_channels={published['in_channels']}; ours has "
-                "no more output than input channels, so such weights cannot be imported"
-            )
-        if control == published["out_channels"] + 1:
+        model, size = self.network(published), published["sample_size"]
+        if model.control_channels == model.in_channels + 1:
             raise ConfigError(
                 f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
                 "picture; the mask is not supported, use the text-to-image model"
             )
-        if pooled is not None and pooled + LENGTH_FEATURES == published["cross_attention_dim"]:
+        if model.pooled_size is not None and model.pooled_size + LENGTH_FEATURES == model.context_size:
+            inputs = published["projection_class_embeddings_input_dim"]
             raise ConfigError(
                 f"projection_class_embeddings_input_dim={inputs} is that of the refiner of Stable Diffusion XL: a "
                 "pooled text and five numbers, with an aesthetic score; use the base model, which has sizes and crops"
             )
-        model = LDMUNetConfig(
+        objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
+        sampling = {"solver": "ddim", "num_steps": 50, "guidance_scale": 7.5 if model.pooled_size is None else 5.0}
+        return TrainedModel(model, objective, (1, size, size), sampling)
+
+    def network(self, published: Mapping[str, Any]) -> LDMUNetConfig:
+        channels, depths = published["block_out_channels"], published["transformer_layers_per_block"]
+        depths = [depths] * len(channels) if isinstance(depths, int) else depths
+        if len(depths) != len(channels) or not all(isinstance(depth, int) for depth in depths):
+            raise ConfigError(
+                f"transformer_layers_per_block={depths}; ours has one number for each of {len(channels)} resolutions"
+            )
+        with_text = [kind == DOWN[1] for kind in published["down_block_types"]]
+        # In spite of its name, `attention_head_dim` is the number of heads.
+        heads, inputs = published["attention_head_dim"], published["projection_class_embeddings_input_dim"]
+        head_size = channels[0] // heads[0] if isinstance(heads, list) else None
+        has_pooled = {name: published[name] for name in ADDED} == ADDED
+        pooled = inputs - LENGTHS * LENGTH_FEATURES if has_pooled else None
+        return LDMUNetConfig(
             in_channels=published["out_channels"],
-            control_channels=control or None,
+            control_channels=max(0, published["in_channels"] - published["out_channels"]) or None,
             context_size=published["cross_attention_dim"],
             block_out_channels=channels,
             layers_per_block=published["layers_per_block"],
@@ -136,30 +116,20 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             norm_num_groups=published["norm_num_groups"],
             null_text="empty" if pooled is None else "zeros",
         )
-        size = published["sample_size"]
-        objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
-        sampling = {"solver": "ddim", "num_steps": 50, "guidance_scale": 7.5 if pooled is None else 5.0}
-        return TrainedModel(model, objective, (1, size, size), sampling)
 
     def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        fault = f"{self.class_name} does not support this model"
-        require(fault, vars(model), {"patch_spatial": 1, "patch_temporal": 1}, TRAIN_THAT_WAY)
+        settings, _ = super().write(model, latent_size)
+        return settings, square_side(self.class_name, latent_size, 2**model.halvings)[1]
+
+    def write_sizes(self, model: LDMUNetConfig, latent_size: LatentSize) -> dict[str, Any]:
         layers, bottom = model.transformer_layers, model.mid_transformer_layers
-        side, notes = square_side(self.class_name, latent_size, 2**model.halvings)
-        if bottom == 0 or layers[-1] not in (0, bottom):
-            raise ConfigError(
-                f"{self.class_name} does not support this model: its bottom has as many transformer layers as its "
-                f"lowest resolution, but ours has mid_transformer_layers={bottom} and transformer_layers={layers}; "
-                f"{TRAIN_THAT_WAY}"
-            )
-        with_text = [depth > 0 for depth in layers]
-        depths = [depth or bottom for depth in layers]
+        depths = [depth or bottom or 1 for depth in layers]
         settings = {
-            "sample_size": side,
+            "sample_size": square_side(self.class_name, latent_size, 2**model.halvings)[0],
             "in_channels": model.input_features,
             "out_channels": model.in_channels,
-            "down_block_types": [DOWN[has] for has in with_text],
-            "up_block_types": [UP[has] for has in reversed(with_text)],
+            "down_block_types": [DOWN[depth > 0] for depth in layers],
+            "up_block_types": [UP[depth > 0] for depth in reversed(layers)],
             "block_out_channels": model.block_out_channels,
             "layers_per_block": model.layers_per_block,
             "norm_num_groups": model.norm_num_groups,
@@ -173,7 +143,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         if model.pooled_size is not None:
             inputs = model.pooled_size + LENGTHS * LENGTH_FEATURES
             settings |= {**ADDED, "projection_class_embeddings_input_dim": inputs}
-        return settings, notes
+        return settings
 
     def rules(self, model: LDMUNetConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         linear = model.head_size is not None

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.lora import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE, PEFT_PREFIX, WEIGHT, Adapter
-from dit.convert.rules import Rule, RuleBook, Shape, check_numbers, some_of
+from dit.convert.rules import Rule, RuleBook, Shape, check_numbers
 from dit.convert.state_files import read_json, read_metadata, read_tensors
-from dit.errors import ConfigError
+from dit.errors import ConfigError, first_few
 from dit.models.base import ModelConfig
 from dit.models.lora import A_WEIGHT, B_WEIGHT
 from dit.models.lora_config import LoRAConfig
@@ -94,7 +94,7 @@ def read_adapters(
     if min(ranks.values()) < rank:
         notes.append(f"adapters of smaller rank, down to {min(ranks.values())}, are extended to rank {rank} by zeros")
     if texts:
-        notes.append(f"{len(texts)} adapters of a text encoder are left out ({some_of(texts)}): it is not adapted")
+        notes.append(f"{len(texts)} adapters of a text encoder are left out ({first_few(texts)}): it is not adapted")
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for layer, adapter in adapters.items():
@@ -111,7 +111,7 @@ def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
         if not files:
             raise ConfigError(f"{path} has no {PEFT_FILE}, {DIFFUSERS_FILE} or other .safetensors file")
         if len(files) > 1:
-            names = some_of([each.name for each in files])
+            names = first_few([each.name for each in files])
             raise ConfigError(f"{path} has {len(files)} files ({names}); give one of them: --from {files[-1]}")
         file = files[0]
     if file.name == PEFT_FILE:
@@ -136,7 +136,7 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
     flags = [name for name in ("use_dora", "lora_bias") if settings.get(name)]
     for kind, words in OTHER_KINDS.items():
         if odd := [name for name in (*tensors, *flags) if any(word in name for word in words)]:
-            raise ConfigError(f"{file} has {kind} ({some_of(odd)}); only LoRA of two matrices is read")
+            raise ConfigError(f"{file} has {kind} ({first_few(odd)}); only LoRA of two matrices is read")
     if (init := str(settings.get("init_lora_weights")).lower()).startswith(CHANGE_BASE):
         raise ConfigError(
             f"{file} was trained on changed weights of the base (init_lora_weights={init:.40}); convert it to LoRA "
@@ -154,7 +154,7 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
             by_stem.setdefault(name.removesuffix(ending), {})[endings[ending]] = tensor.float()
     incomplete = [stem for stem, parts in by_stem.items() if not {"a", "b"} <= parts.keys()]
     if unknown or incomplete:
-        fault = f"{some_of(unknown)} are not LoRA tensors" if unknown else f"{some_of(incomplete)} lack A or B"
+        fault = f"{first_few(unknown)} are not LoRA tensors" if unknown else f"{first_few(incomplete)} lack A or B"
         raise ConfigError(f"{file}: {fault}; names end in {', '.join((*A_NAMES, *B_NAMES, ALPHA))}")
     adapters = {}
     for stem, parts in by_stem.items():
@@ -197,7 +197,7 @@ def _by_layer(
     names = layer_names(form, model, list(shapes))
     if unknown := [stem for stem in pairs if stem not in names]:
         raise ConfigError(
-            f"{file}: {len(unknown)} of {len(pairs)} layers are not of {form.class_name} ({some_of(unknown)}); check "
+            f"{file}: {len(unknown)} of {len(pairs)} layers are not of {form.class_name} ({first_few(unknown)}); check "
             "that adapters and --base belong together"
         )
     by_layer: dict[str, Adapter] = {}

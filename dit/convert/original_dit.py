@@ -125,7 +125,7 @@ def read_sizes(tensors: Mapping[str, Tensor], num_attention_heads: Optional[int]
 def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
     """Return the rules between the weights; the size of the stored position table follows from the latent size."""
     frames, height, width = latent_size
-    check_settings("facebookresearch/DiT", model, FREE)
+    check_settings("facebookresearch/DiT", model, DiTConfig(), FREE)
     check_class_dit(model, "facebookresearch/DiT")
     if frames != 1 or height != width:
         raise ConfigError(f"latents of {frames} x {height} x {width}: facebookresearch/DiT supports only square images")

@@ -14,11 +14,10 @@ import torch
 from einops import EinopsError, rearrange
 from torch import Tensor
 
-from dit.errors import ConfigError
+from dit.errors import ConfigError, first_few
 
 Shape = tuple[int, ...]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-NUM_SHOWN = 5  # names in a message; the others are counted
 
 
 class Form(ABC):
@@ -336,16 +335,10 @@ def check_shapes(fault: str, expected: Mapping[str, Shape], shapes: Mapping[str,
     ]
     parts = [("missing", missing), ("unknown", unknown), ("of another shape", differ)]
     if missing or unknown or differ:
-        faults = "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in parts if names)
+        faults = "; ".join(f"{len(names)} {kind}: {first_few(names)}" for kind, names in parts if names)
         raise ConfigError(
             f"{fault} ({len(expected)} tensors): {faults}; check that file, format and model belong together"
         )
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Return the first names of a list and the number of the others."""
-    remainder = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
-    return ", ".join(names[:NUM_SHOWN]) + remainder
 
 
 def check_numbers(name: str, tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ trusted: they only fill fields of classes of this project and of `DIT_PACKAGES`,
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dit.config_record import import_trusted
 from dit.convert.diffusers_format import TrainedModel
@@ -22,22 +22,8 @@ CONFIG_KEY = f"_{METADATA_KEY}"  # diffusers ignores keys that start with an und
 
 MAX_NUMBER = 1e300  # larger numbers, integers included, are not accepted as settings; NaN is not either
 
-ADDED: Mapping[str, Any] = {
-    "autoencoder": Optional[str],
-    "max_text_tokens": Optional[int],
-    "attributions": list[str],
-    "clean_parts": list[str],
-}
-"""Fields of `TrainedModel` that older exports lack, and their types."""
-TYPES: Mapping[str, Any] = {
-    "latent_size": list[int],
-    "sampling": dict,
-    "class_names": Optional[list[str]],
-    "text_encoder": Optional[str],
-    "fps": Optional[float],
-    **ADDED,
-}
-"""Types of the fields except model and objective, in JSON."""
+REQUIRED = ("model", "objective", "latent_size", "sampling")
+"""Fields of `TrainedModel` that every record has; older exports lack some of the others."""
 
 Settings = TypeVar("Settings")
 
@@ -45,7 +31,7 @@ Settings = TypeVar("Settings")
 def to_record(trained: TrainedModel) -> dict[str, Any]:
     """Return a model's record, with JSON values only."""
     return {
-        **{name: getattr(trained, name) for name in TYPES},
+        **{field.name: getattr(trained, field.name) for field in fields(trained) if field.name != "notes"},
         "model": asdict(trained.model),
         "objective": {"name": name_of(trained.objective), **asdict(trained.objective)},  # type: ignore[call-overload]
         "latent_size": list(trained.latent_size),
@@ -55,23 +41,21 @@ def to_record(trained: TrainedModel) -> dict[str, Any]:
 
 def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     """Rebuild a model from the result of `to_record`."""
-    parts = {"model", "objective", *TYPES}
-    if not isinstance(record, Mapping) or {*ADDED, *record} != parts:
-        raise ConfigError(f"the export's record must have {', '.join(sorted(parts))}; export the run again")
-    model = build(model_class, record["model"], "the record's model")
+    if not isinstance(record, Mapping) or not {*REQUIRED} <= record.keys():
+        raise ConfigError(f"the export's record must have {', '.join(REQUIRED)}; export the run again")
+    model, size = build(model_class, record["model"], "the record's model"), record["latent_size"]
     model.validate()
-    values = {name: record[name] for name in TYPES if name in record}
-    if wrong := [f"{name}={value!r:.80}" for name, value in values.items() if not _fits(value, TYPES[name])]:
-        raise ConfigError(f"the record has {', '.join(wrong)} of another type; export the run again")
-    size, names, label = values.pop("latent_size"), values["class_names"], model.condition("label")
+    if not _fits(size, list[int]) or len(size) != 3 or min(size) <= 0:
+        raise ConfigError(f"the record's latent_size={size!r:.80} must be three positive integers, (T, H, W)")
+    parts = {"model": model, "objective": objective_of(record["objective"]), "latent_size": tuple(size)}
+    trained = build(TrainedModel, {**record, **parts}, "the export's record")
+    names, label = trained.class_names, model.condition("label")
     num_classes = 0 if label is None else label.num_classes or 0
-    if len(size) != 3 or min(size) <= 0:
-        raise ConfigError(f"the record's latent_size={size!r} must be three positive integers, (T, H, W)")
     if len(names or ()) > num_classes:
         raise ConfigError(f"the record's class_names must be at most {num_classes} names, got {names!r:.200}")
-    if values["fps"] is not None and not values["fps"] > 0:
-        raise ConfigError(f"the record's fps={values['fps']!r} must be a positive number")
-    return TrainedModel(model, objective_of(record["objective"]), (size[0], size[1], size[2]), **values)
+    if trained.fps is not None and not trained.fps > 0:
+        raise ConfigError(f"the record's fps={trained.fps!r} must be a positive number")
+    return trained
 
 
 def read_json_record(text: str, model_class: type[ModelConfig]) -> TrainedModel:
@@ -133,8 +117,8 @@ def _fits(value: object, hint: Any) -> bool:
         return value in inner
     if kind is Union:
         return any(_fits(value, option) for option in inner)
-    if kind is list:
-        return isinstance(value, list) and all(_fits(element, inner[0]) for element in value)
+    if kind in (list, tuple):
+        return isinstance(value, kind) and all(_fits(element, inner[0]) for element in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
-    return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+    return isinstance(value, kind or hint) and isinstance(value, bool) == (hint is bool)

@@ -86,9 +86,11 @@ class StoredTensors:
             yield entries
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in full."""
         with self.slices([name]) as (entry,):
             return entry[:].clone()
+
+    def read_all(self) -> dict[str, Tensor]:
+        return {name: self.read(name) for name in self.shapes}
 
 
 class SlicedWeights:

@@ -22,7 +22,6 @@ from torch import Tensor
 from dit import safe_files
 from dit.durable_files import fsync
 from dit.errors import ConfigError
-from dit.pipeline_folder import name_a_part
 
 CONFIG = "config.json"
 STEM = "diffusion_pytorch_model"
@@ -100,27 +99,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} has a {type(value).__name__}, not settings by name")
     return value
-
-
-def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read settings and tensors of a folder in the diffusers layout, in one file or in shards."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder; the diffusers layout is a folder with {CONFIG} and {STEM}.safetensors"
-        )
-    if message := name_a_part(folder, "transformer", "unet", "vae", "vqvae"):
-        raise ConfigError(message)
-    settings = read_json(folder / CONFIG)
-    if index_of(folder).exists():
-        weight_map = shard_names(folder)
-        tensors: dict[str, Tensor] = {}
-        for name in sorted(set(weight_map.values())):
-            tensors |= read_tensors(folder / name)
-        check_index(folder, weight_map, tensors)
-        return settings, tensors
-    if (file := weights_file(folder)).exists():
-        return settings, read_tensors(file)
-    raise ConfigError(f"{folder} has no {STEM}.safetensors, {INDEX} or {STEM}.bin")
 
 
 def index_of(folder: Path) -> Path:

@@ -83,7 +83,6 @@ class OnlineEncoders:
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> PackedBatch:
-        """Encode a full pack (collective over the peers, with the same pack)."""
         raw = batch.raw
         if raw is None:
             return batch

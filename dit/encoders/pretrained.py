@@ -13,11 +13,10 @@ from typing import Any, Optional
 
 from safetensors import SafetensorError
 
-from dit.errors import ConfigError
+from dit.errors import ConfigError, first_few
 from dit.hub import files_of
 from dit.terminal import announce
 
-_NAMED = 3  # weights that a message names
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
 _WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-\d+)?\.safetensors")
 
@@ -72,8 +71,7 @@ def load_network(kind: Any, what: str, **options: Any) -> Any:
     for fault, names in faults.items():
         if names:
             raise ConfigError(
-                f"the files of {what} {fault} ({len(names)}): {', '.join(names[:_NAMED])}"
-                f"{', ...' if len(names) > _NAMED else ''}; copy or download them again"
+                f"the files of {what} {fault} ({len(names)}): {first_few(names, 3)}; copy or download them again"
             )
     return model.eval().requires_grad_(False)
 

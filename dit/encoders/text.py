@@ -221,7 +221,6 @@ class TextEncoder:
 
 
 def _check_weights(name: str) -> None:
-    """Compare the weights of a packaged encoder with their SHA-256."""
     if name not in ENCODERS:
         return
     folder, expected = ENCODERS[name].folder, ENCODERS[name].sha256

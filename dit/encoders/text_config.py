@@ -73,7 +73,6 @@ class Pretrained:
 
     @property
     def folder(self) -> Path:
-        """The folder with the weights in the installed package."""
         spec = find_spec(self.package)
         assert spec is not None
         assert spec.origin is not None
@@ -175,12 +174,10 @@ class TextEncoderConfig:
 
     @property
     def layer_names(self) -> str:
-        """The value of the option `layer`."""
         return "penultimate" if self.layers == PENULTIMATE else "+".join(map(str, self.layers))
 
     @property
     def around(self) -> Prompt:
-        """The text around the caption."""
         return PROMPTS[self.prompt]
 
     def geometry(self) -> TextGeometry:

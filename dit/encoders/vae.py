@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Optional, Protocol, TypeVar
+from typing import Any, Literal, Optional, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -315,17 +315,11 @@ def in_batches(keys: Sequence[Key], batch_size: Callable[[Key], int]) -> list[li
     ]
 
 
-class Encoder(Protocol):
-    """An autoencoder, or a teacher."""
-
-    def encode(self, pixels_BCTHW: Tensor) -> Tensor: ...
-
-
-def encode_together(encoder: Encoder, clips: Sequence[Tensor], batch: int) -> list[Tensor]:
+def encode_together(encode: Callable[[Tensor], Tensor], clips: Sequence[Tensor], batch: int) -> list[Tensor]:
     """Encode clips of any shapes in batches of one shape; return the result of each clip, float32 on the host."""
     latents: dict[int, Tensor] = {}
     for part in in_batches([clip.shape for clip in clips], lambda _: batch):
-        encoded = encoder.encode(torch.stack([clips[i] for i in part])).cpu()
+        encoded = encode(torch.stack([clips[i] for i in part])).cpu()
         latents |= dict(zip(part, encoded, strict=True))
     return [latents[i] for i in range(len(clips))]
 

@@ -40,7 +40,6 @@ class ClipModel:
         self.width = int(model.config.projection_dim)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the weights."""
         return self._model.state_dict()
 
     @torch.no_grad()

@@ -32,7 +32,6 @@ class Gaussian:
 
     @property
     def width(self) -> int:
-        """Size of a feature vector."""
         return len(self.mean)
 
 

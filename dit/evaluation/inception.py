@@ -239,22 +239,14 @@ def load_inception(tensors: Mapping[str, Tensor], path: Path) -> InceptionV3:
             "file of pytorch-fid or torch-fidelity with its head (fc.weight)"
         )
     network = InceptionV3()
-    expected = network.state_dict()
     trunk = {name: x for name, x in tensors.items() if not name.startswith("fc.")}
-    counters = {
-        name: x for name, x in expected.items() if name.endswith(".num_batches_tracked")
-    }  # missing in old files
-    errors = [f"{name} is missing" for name in expected if name not in trunk | counters]
-    errors += [f"{name} is not a tensor of the network" for name in trunk if name not in expected]
-    errors += [
-        f"{name} is {list(x.shape)}, expected {list(expected[name].shape)}"
-        for name, x in trunk.items()
-        if name in expected and x.shape != expected[name].shape
-    ]
-    if errors:
+    # Old files lack the counters of the batch norms.
+    counters = {name: x for name, x in network.state_dict().items() if name.endswith(".num_batches_tracked")}
+    try:
+        network.load_state_dict(counters | trunk)
+    except RuntimeError as error:
         raise ConfigError(
-            f"--features {path} is not an Inception v3: {len(errors)} tensors differ, such as {', '.join(errors[:3])}; "
-            "give the state dict of pytorch-fid's or torch-fidelity's file"
-        )
-    network.load_state_dict(counters | trunk)
+            f"--features {path} is not an Inception v3: {' '.join(str(error).split()):.300}; give the state dict of "
+            "pytorch-fid's or torch-fidelity's file"
+        ) from error
     return network

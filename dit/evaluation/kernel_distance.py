@@ -27,7 +27,6 @@ def kernel_distance(features: Tensor, other: Tensor) -> float:
 
 
 def _kernel_sum(x: Tensor, y: Tensor) -> float:
-    """Return the sum of the kernel over all pairs."""
     return sum(float((part @ y.T / x.shape[1] + 1).pow(3).sum()) for part in x.split(BLOCK))
 
 

@@ -31,7 +31,6 @@ def precision_recall(real: Tensor, generated: Tensor) -> tuple[float, float]:
 
 
 def _share_in_region(points: Tensor, members: Tensor) -> float:
-    """Return the share of points in the region of a set."""
     # The nearest member of each member is itself.
     radii = torch.cat([_squares(part, members).kthvalue(NEIGHBOURS + 1).values for part in members.split(BLOCK)])
     inside = [(_squares(part, members) <= radii).any(1) for part in points.split(BLOCK)]

@@ -349,7 +349,6 @@ class Generator:
             raise ConfigError(f"the {name} takes {', '.join(reasons)}; use one with the same latents and conditions")
 
     def _in_tiles(self, network: ConditionalNetwork, tile: Optional[int], overlap: Optional[int]) -> ConditionalNetwork:
-        """Return a network, in tiles if `tile` is given."""
         if tile is None:
             if overlap is not None:
                 raise ConfigError(f"tile_overlap={overlap} has no effect without tiles; also set tile, their side")

@@ -23,7 +23,7 @@ from dit.patchify import frames_to_patch, num_frames
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.sampling.clips import MAX_GIF_FPS, clip_grid, save_gif
-from dit.sampling.generate import empty_pack, generate, generate_each
+from dit.sampling.generate import empty_pack, generate_each
 from dit.sampling.grid import save_png, spread
 from dit.settings import SamplingConfig
 
@@ -146,8 +146,8 @@ class PictureWriter:
         frames, height, width = latent_size
         padded = frames_to_patch(frames, self.spec.patch_temporal), height, width
         batch = empty_pack(self.spec, padded, count, local_device(), conditions)
-        latents = generate(network, self.objective, batch, self.spec, self.sampling, negative=empty)
-        return clip_grid(self._decoder(latents[:, :, :frames]), captions, columns) if lay_out else []
+        drawn = generate_each(network, self.objective, batch, self.spec, self.sampling, negative=empty)
+        return clip_grid(self._decoder(torch.stack(drawn)[:, :, :frames]), captions, columns) if lay_out else []
 
     def redraw(self, network: Callable[..., Tensor], batch: PackedBatch, *, lay_out: bool = True) -> list["Image"]:
         """Generate samples with the conditions, references and sizes of the samples of a full pack; see `draw`.

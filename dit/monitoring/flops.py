@@ -106,7 +106,6 @@ class PackFlops:
         return total
 
     def of_pack(self, pack: PackedBatch) -> int:
-        """Count a forward and a backward pass over a pack of the training data."""
         return self.training(*shape_of(pack))
 
     @cached_property

@@ -4,7 +4,7 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,6 +14,10 @@ from dit.errors import EXIT_PREEMPTED
 from dit.monitoring.exit_record import is_peer_lost
 from dit.safe_files import make_folder, open_regular
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Requests to stop: schedulers and torchrun send SIGTERM; a dropped ssh session sends SIGHUP, which stays ignored if it
+is ignored, as under nohup; Slurm's `--signal=USR1@120` sends SIGUSR1, which torchrun forwards only with
+`--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; otherwise that signal kills torchrun."""
 SIGNAL_SKEW_S = 3.0  # between the first and the last rank that a scheduler's signal reaches
 
 
@@ -26,26 +30,19 @@ class PreemptionFlag:
 
     Building a large model, hashing its checkpoint and loading it take longer than schedulers wait, so inside
     `exit_immediately` the handler raises `SystemExit` instead.
-
-    Args:
-        signals: schedulers and torchrun send SIGTERM; a dropped ssh session sends SIGHUP, which stays ignored if it is
-            ignored, as under nohup; Slurm's `--signal=USR1@120` sends SIGUSR1. torchrun forwards SIGUSR1 only with
-            `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; otherwise that signal kills torchrun.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)) -> None:
-        self.signals = tuple(signals)
+    def __init__(self) -> None:
         self.signal_name: Optional[str] = None
         self._at_once = self._raised = False
         self._earlier: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
-        """True once one of the signals has arrived."""
         return self.signal_name is not None
 
     def __enter__(self) -> "PreemptionFlag":
-        for number in self.signals:
+        for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._earlier[number] = signal.signal(number, self._note)

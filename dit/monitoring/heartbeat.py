@@ -53,12 +53,10 @@ class Phase:
         self.since = time.time()
 
     def enter(self, name: str, step: Optional[int] = None) -> None:
-        """Start a phase."""
         self.name, self.since = name, time.time()
         self.step = self.step if step is None else step
 
     def go_on(self) -> None:
-        """Record progress inside the phase."""
         self.since = time.time()
 
 

@@ -141,12 +141,7 @@ class RunLock:
             raise ConfigError(f"{self._named} cannot be used: {reason}; choose another folder") from error
 
     def _wait(self) -> None:
-        """Lock the file; wait for a process that is about to end.
-
-        Raises:
-            ConfigError: another process still has the lock.
-            BusyError: another process still has the lock, and will stop.
-        """
+        """Lock the file; wait for a process that is about to end."""
         began, reported = time.monotonic(), ""
         while True:
             try:

@@ -47,7 +47,6 @@ class RunLog:
 
     @property
     def is_silent(self) -> bool:
-        """Whether this rank does not report."""
         return self._progress is None
 
     def start(self, step: int) -> None:
@@ -57,7 +56,6 @@ class RunLog:
             self._progress.start(step)
 
     def scalars(self, state: TrainState, values: Mapping[str, float]) -> None:
-        """Report the numbers of a step."""
         self._sinks.each(lambda sink: sink.scalars(state.step, values, state.consumed_samples))
         if self._progress is not None:
             self._progress.update(state.step, values)
@@ -70,12 +68,10 @@ class RunLog:
         self.sync()
 
     def samples(self, state: TrainState, path: Path, name: str = "samples") -> None:
-        """Report a file of samples."""
         self._sinks.each(lambda sink: sink.image(name, state.step, path, "one sample per class or prompt"))
         self.message(f"step {state.step}: samples {path}")
 
     def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
-        """Report a checkpoint, with the held-out loss in its manifest."""
         self._sinks.each(lambda sink: sink.artifact(path, {"step": step, **held_out}))
         self.message(f"step {step}: checkpoint {path}")
 
@@ -85,12 +81,10 @@ class RunLog:
         self.sync()
 
     def stops(self, step: int, reason: str) -> None:
-        """Report that the run stops early."""
         self.incident("signal", step, signal=reason)
         self.message(f"step {step}: stops for {reason}")
 
     def message(self, text: str) -> None:
-        """Print a line."""
         if self._progress is not None:
             self._progress.message(text)
 
@@ -119,7 +113,6 @@ class RunLog:
         self.message(f"draw from it: {trust}{command}")
 
     def close(self) -> None:
-        """Stop the progress line and flush all outputs."""
         if self._progress is not None:
             self._progress.close()
         self._sinks.each(lambda sink: sink.close())

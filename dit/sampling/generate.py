@@ -146,18 +146,6 @@ def steps_of(strength: float, num_steps: int) -> int:
     return max(1, round(strength * num_steps))
 
 
-def generate(
-    network: ConditionalNetwork,
-    objective: Objective,
-    batch: PackedBatch,
-    spec: BatchSpec,
-    sampling: SamplingConfig,
-    **options: Any,
-) -> Tensor:
-    """Generate samples of one shape, see `generate_each`, as latents `[N, C, T, H, W]`, float32."""
-    return torch.stack(generate_each(network, objective, batch, spec, sampling, **options))
-
-
 @torch.no_grad()
 def generate_each(
     network: ConditionalNetwork,

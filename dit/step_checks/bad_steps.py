@@ -67,7 +67,6 @@ class BadSteps:
         self.mark_counts()
 
     def mark_counts(self) -> None:
-        """Store the logged counts before a step."""
         for load in self._loads:
             load.begin_step()
 

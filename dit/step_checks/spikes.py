@@ -96,11 +96,9 @@ class NumberGuard:
             history.clear()
 
     def note_bad(self, step: int) -> None:
-        """Count a bad step."""
         self.bad_steps = [earlier for earlier in self.bad_steps if earlier > step - self.within] + [step]
 
     def too_many(self) -> bool:
-        """Return whether there are more bad steps than allowed."""
         return len(self.bad_steps) > self.max_bad
 
     def state_dict(self) -> dict[str, Any]:

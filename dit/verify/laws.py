@@ -150,11 +150,9 @@ class Check:
 
     @property
     def wrong(self) -> list[str]:
-        """Names of the outputs, gradients or losses that differ."""
         return [name for name, error in self.errors.items() if not error <= self.bound]
 
     def line(self, name: str) -> str:
-        """Format the result as one line."""
         if not self.errors:
             return f"  {name:<12}not compared: {self.note}"
         line = f"  {name:<12}{largest_error(self.errors.values()):.1e} (bound {self.bound:.0e})"

@@ -52,7 +52,6 @@ class WrongGradient:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages that have the parameter."""
         return len({stage for place in self.by_rank for stage in re.findall(r"pp \d+", place)})
 
 
@@ -78,7 +77,6 @@ class Verdict:
         return not self.comparison.differences
 
     def text(self) -> str:
-        """Format the verdict as lines of text."""
         bounds = self.comparison.bounds.items()
         kinds = [f"{kind} {self.comparison.largest(kind):.1e} (bound {bound:.0e})" for kind, bound in bounds]
         lines = [f"largest relative errors: {', '.join(kinds)}"]

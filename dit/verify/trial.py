@@ -239,7 +239,6 @@ class Exactness:
         self._averages = [s.main.detach().cpu().clone() for s in session.shards if session.ema is not None]
 
     def check_weights(self) -> None:
-        """Check the weights after an update."""
         for s in self.session.shards:
             used = s.parameter.detach().flatten()[s.start : s.stop]
             rounded = s.main.detach().flatten().to(used.dtype)

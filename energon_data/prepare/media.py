@@ -253,7 +253,7 @@ class MakeSamples:
             return [_Part(*part, (3, len(one.frames), *one.frames[0].size[::-1])) for one, part in stored]
         encoder = load_vae(options.vae, options.device, options.precision)
         pixels = [pixel_values(pixels_of(one.frames)) for one in media]
-        latents = [x.numpy().astype(np.float16) for x in encode_together(encoder, pixels, options.batch)]
+        latents = [x.numpy().astype(np.float16) for x in encode_together(encoder.encode, pixels, options.batch)]
         return [_Part("npy", npy_bytes(x), x.shape, Moments.of(x)) for x in latents]
 
     def _features(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
@@ -276,7 +276,7 @@ class MakeSamples:
 def teacher_parts(teacher: Teacher, clips: list[Tensor], batch: int = 64) -> list[dict[str, bytes]]:
     """Return the parts `teacher` and `teacher_token` of clips `[3, T, H, W]` in [-1, 1]."""
     parts = []
-    for clip, tokens_DTN in zip(clips, encode_together(teacher, clips, batch), strict=True):
+    for clip, tokens_DTN in zip(clips, encode_together(teacher.encode, clips, batch), strict=True):
         features = tokens_DTN[:, :, 1:].unflatten(2, (clip.shape[2] // teacher.patch, -1))
         named = {TEACHER: features, TEACHER_TOKEN: tokens_DTN[:, :, 0].mean(1)}
         parts.append({f"{part.stored_as[0]}.npy": npy_bytes(x.half().numpy()) for part, x in named.items()})

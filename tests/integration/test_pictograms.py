@@ -9,7 +9,7 @@ import torch
 
 from dit.batch import pixel_values
 from dit.convert.diffusers_autoencoder import DiffusersAutoencoder
-from dit.convert.state_files import read_diffusers
+from dit.convert.state_files import CONFIG, read_json
 from dit.encoders.vae import VAE
 from dit.errors import EXIT_DATA, EXIT_OK
 from energon_data.media_files import pixels_of
@@ -142,7 +142,7 @@ def test_import_restores_the_exported_weights(done: dict[str, Any], folder: Path
 
 
 def test_import_restores_the_exported_settings(done: dict[str, Any], folder: Path) -> None:
-    settings, _ = read_diffusers(folder / "vae")
+    settings = read_json(folder / "vae" / CONFIG)
     model = DiffusersAutoencoder().read_settings(settings).model
     assert (model.scaling_factor, model.shift_factor) == (settings["scaling_factor"], settings["shift_factor"])
     assert model.block_out_channels == [8, 8, 8, 8]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dit.checkpoint.background.remote import INDEX, OWNER
+from dit.checkpoint.background.remote import OWNER
 from dit.checkpoint.manifest import read_manifest, verify_folder
 from dit.monitoring.sinks import read_records
 from tests.integration import actions
@@ -83,7 +83,7 @@ def saved(folder: Path, name: str) -> list[int]:
 
 def copies(there: Path) -> dict[str, bytes]:
     """Return the content of all copies in a folder."""
-    return {name: content for name, content in actions.contents(there).items() if name not in (INDEX, OWNER)}
+    return {name: content for name, content in actions.contents(there).items() if name != OWNER}
 
 
 def codes(ended: dict[str, Any], name: str) -> list[int]:

@@ -23,13 +23,14 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.settings import SamplingConfig, TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.step_checks.first_bad_tensor import Probe
 from dit.training.validate import held_out_loss
 from dit.verify.trial import SEED, Built
 from tests.parallel.traffic import bytes_sent
+from tests.support.batches import generate
 from tests.unit.kernels.attention_cases import AttentionCase, exact, run
 
 LAYERS = 2

@@ -21,7 +21,7 @@ from dit.parallel.build import build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.loss_scale import sub_optimizers
 from dit.run_config import RunConfig
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.step.schedule import forward_backward
@@ -29,6 +29,7 @@ from dit.training.pretrain import Run
 from dit.verify.trial import SEED, global_values
 from energon_data.mock import MockData
 from tests.parallel.traffic import bytes_sent
+from tests.support.batches import generate
 
 
 def config_of(case: dict) -> RunConfig:

@@ -51,8 +51,9 @@ def predict(case: dict) -> dict:
     from dit.backends import process_groups
     from dit.optimizer.ema import EMA
     from dit.parallel.full_network import FullNetwork
-    from dit.sampling.generate import empty_pack, generate
+    from dit.sampling.generate import empty_pack
     from dit.training.validate import held_out_loss
+    from tests.support.batches import generate
 
     it = build(case)
     groups, model = it.groups, it.model

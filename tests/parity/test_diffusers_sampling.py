@@ -34,7 +34,7 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.patchify import unpatchify
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.sampling.solvers import solve
 from dit.settings import SamplingConfig
 from launch.export_weights import write_diffusers_folder
@@ -44,6 +44,7 @@ from launch.sample import main as sample
 from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, random_weights, relative_error, start_noise
+from tests.support.batches import generate
 from tests.support.encoders import save_stable_diffusion
 
 RTOL = 2e-5  # float32 coefficients in diffusers, float64 in our sampler

@@ -11,6 +11,7 @@ from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_sample, per_text_token
 from dit.layout import SequenceLayout
 from dit.patchify import grid_positions
+from dit.sampling.generate import generate_each
 
 
 def pack_of(
@@ -104,3 +105,8 @@ def draw(batch: PackedBatch, seed: int = 5) -> tuple[Tensor, Tensor]:
 
 
 STRETCH = [2.0, 3.0, 2.0]
+
+
+def generate(*arguments: Any, **options: Any) -> Tensor:
+    """Generate samples of one shape, see `generate_each`, as latents `[N, C, T, H, W]`."""
+    return torch.stack(generate_each(*arguments, **options))

@@ -18,7 +18,7 @@ from dit.checkpoint.manifest import MANIFEST, read_manifest, verify_folder
 from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.state_files import StateReader
 from dit.convert.diffusers_format import format_of_settings
-from dit.convert.state_files import read_diffusers, read_tensors
+from dit.convert.state_files import read_json, read_tensors
 from dit.convert.state_files import read_metadata as read_weights_metadata
 from dit.encoders.vae import Geometry
 from dit.errors import CheckpointError, ConfigError, DataError, UserError
@@ -57,7 +57,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metadata.json": ("metadata.json", lambda file: read_metadata(file.parent)),
     "state.json": ("state.json", lambda file: StateReader(file.parent)),
     "manifest": (MANIFEST, lambda file: read_manifest(file.parent)),
-    "config of diffusers": ("config.json", lambda file: read_diffusers(file.parent)),
+    "config of diffusers": ("config.json", read_json),
     "config of an autoencoder": ("config.json", lambda file: Geometry.read(str(file.parent))),
     "prompts": ("prompts.jsonl", read_prompts),
     "contents": ("dataset.json", lambda file: Contents.read(file.parent)),

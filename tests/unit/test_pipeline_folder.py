@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dit.checkpoint.reading import find_checkpoint
-from dit.convert.state_files import read_diffusers
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import UserError
@@ -15,7 +14,6 @@ from dit.errors import UserError
 OPENERS: dict[str, tuple[Callable[[str], object], str]] = {
     "text encoder": (check_text_encoder, "{0}/text_encoder or {0}/text_encoder_2"),
     "autoencoder": (Geometry.read, "{0}/vqvae"),
-    "import of weights": (lambda path: read_diffusers(Path(path)), "{0}/transformer or {0}/vqvae"),
 }
 
 

@@ -23,7 +23,7 @@ from typing import Any, Optional
 import yaml
 
 from dit.checkpoint.background.process import BackgroundProcess, connection_and_settings, serve
-from dit.checkpoint.background.remote import Owner, RemoteStore, copy_all
+from dit.checkpoint.background.remote import Copy, Owner, RemoteStore, copy_all
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 from dit.safe_files import parse_yaml
@@ -94,12 +94,12 @@ class Copies:
                 self.report_failure(step, error=self.error)
 
 
-def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:
-    """Copy all complete checkpoints, with retries; return the number of copied bytes."""
+def copy(root: str, config: CheckpointConfig, owner: Owner, known: dict[int, Copy]) -> int:
+    """Copy all complete checkpoints, with retries; return the number of copied bytes. `known`: see `RemoteStore`."""
     assert config.copy_to is not None
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            remote = RemoteStore(config.copy_to)
+            remote = RemoteStore(config.copy_to, known)
             remote.claim(owner)
             return copy_all(CheckpointStore(root, config), remote)
         except CheckpointError:
@@ -109,11 +109,13 @@ def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:
     raise AssertionError
 
 
-def execute(order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner) -> dict[str, Any]:
+def execute(
+    order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner, known: dict[int, Copy]
+) -> dict[str, Any]:
     """Execute a request, and return the reply: step, bytes, seconds, and the error or None."""
     began, size, error = time.monotonic(), 0, None
     try:
-        size = copy(root, config, owner)
+        size = copy(root, config, owner, known)
     except Exception as failure:  # the training process logs it and continues
         error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
     return {"step": order["step"], "bytes": size, "error": error, "seconds": time.monotonic() - began}
@@ -132,7 +134,7 @@ def main() -> None:
     control, settings = connection_and_settings()
     threading.Thread(target=end_with, args=(control,), daemon=True).start()
     config, owner = CheckpointConfig(**settings["config"]), Owner(**parse_yaml(settings["owner"]))
-    serve(control, partial(execute, root=settings["root"], config=config, owner=owner))
+    serve(control, partial(execute, root=settings["root"], config=config, owner=owner, known={}))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """Copies of checkpoints in an object store, or at any other address that fsspec supports.
 
     s3://bucket/run/owner.yaml                                   id and settings of the run, written before a copy
-    s3://bucket/run/index.json                                   digests and losses of complete copies
     s3://bucket/run/iter_0000400/rank_00000.safetensors ...      files of a checkpoint
     s3://bucket/run/iter_0000400/manifest.json                   written last, deleted first: it marks a complete copy
     s3://bucket/run/iter_0000400/damaged                         written if a fetched file does not match the manifest
 
 An object appears only when it is complete, so a manifest guarantees that all files that it lists were written before.
-The index saves requests: with it, a save reads no manifest of an unchanged copy. A copy has no entry while it changes,
-so a crash leaves no wrong entry; the next save reads the manifests of copies without an entry.
 
 Downloaded files are verified against the manifest, by size and SHA-256, before they become a checkpoint
 (`CheckpointStore.adopt`). The protocol's client determines credentials, region and endpoint: for `s3`,
@@ -32,9 +29,8 @@ from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_fil
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.records import usable
 from dit.checkpoint.store import DISK_FULL, CheckpointStore, DamagedError
-from dit.durable_files import strict_json
 from dit.errors import CheckpointError
-from dit.safe_files import LONGEST_FILE, parse_json, parse_yaml, read_bytes
+from dit.safe_files import LONGEST_FILE, parse_yaml, read_bytes
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -43,7 +39,7 @@ T = TypeVar("T")
 CONNECT_S, READ_S, ATTEMPTS = 10, 60, 4
 """Limits of one request to an S3 store: seconds to connect, seconds between two packets, number of attempts."""
 
-OWNER, INDEX, DAMAGED = "owner.yaml", "index.json", "damaged"
+OWNER, DAMAGED = "owner.yaml", "damaged"
 
 
 @dataclass(frozen=True)
@@ -59,14 +55,13 @@ class Owner:
 
 @dataclass(frozen=True)
 class Copy:
-    """A complete copy, as the index lists it; `digest` is the SHA-256 of its manifest."""
+    """A complete copy; `digest` is the SHA-256 of its manifest."""
 
     digest: str
     held_out_loss: Optional[float]
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Copy":
-        """Return the entry of a checkpoint with this manifest."""
         return cls(hashlib.sha256(manifest.to_text().encode()).hexdigest(), manifest.held_out_loss)
 
 
@@ -74,9 +69,12 @@ class RemoteStore:
     """The copies of one run. Only one process at a time may write; any process may read.
 
     Methods raise `CheckpointError` if the store cannot be read or written.
+
+    Args:
+        known: copies that this process has read or written, by step; their manifests are not read again.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, known: Optional[dict[int, Copy]] = None) -> None:
         import fsspec  # imported here because few runs need it
 
         options: dict[str, Any] = {"skip_instance_cache": True}
@@ -92,7 +90,7 @@ class RemoteStore:
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{address} cannot be used: {error}") from error
         self._root = root.rstrip("/")
-        self._index_text = b"{}"
+        self._known = {} if known is None else known
 
     def owner(self) -> Optional[Owner]:
         """Return the run that the address belongs to; None if the address is empty."""
@@ -154,8 +152,8 @@ class RemoteStore:
         return manifest if manifest.step == step else None
 
     def copies(self) -> dict[int, Optional[Copy]]:
-        """Return all copies by step, None for unusable ones; reads only manifests without an index entry."""
-        index, objects = self._read_index(), dict[int, set[str]]()
+        """Return all copies by step, None for unusable ones; reads only manifests of copies that are not known."""
+        objects: dict[int, set[str]] = {}
         for path in self._sizes():
             folder, _, name = path.partition("/")
             if name and (step := step_of_folder(folder)) is not None:
@@ -163,9 +161,9 @@ class RemoteStore:
         copies: dict[int, Optional[Copy]] = {}
         for step, names in sorted(objects.items()):
             complete = MANIFEST in names and DAMAGED not in names
-            copies[step] = index.get(step) if complete else None
-            if complete and step not in index and (manifest := self.manifest(step)) is not None:
-                copies[step] = Copy.of(manifest)
+            if complete and step not in self._known and (manifest := self.manifest(step)) is not None:
+                self._known[step] = Copy.of(manifest)
+            copies[step] = self._known.get(step) if complete else None
         return copies
 
     def _sizes(self, folder: str = "") -> dict[str, int]:
@@ -181,29 +179,8 @@ class RemoteStore:
         """Mark a copy as damaged; the next copy of this step replaces all its files."""
         self._try(self._files.pipe_file, self._path(step, DAMAGED), reason.encode())
 
-    def put_index(self, copies: Mapping[int, Copy]) -> None:
-        """Write the index if it differs from the one that was read or written last."""
-        text = strict_json({step: (c.digest, c.held_out_loss) for step, c in sorted(copies.items())}).encode()
-        if text != self._index_text:
-            self._try(self._files.pipe_file, f"{self._root}/{INDEX}", text)
-            self._index_text = text
-
-    def _read_index(self) -> dict[int, Copy]:
-        """Return the entries by step; none if the index is missing or, with a warning, if it is damaged."""
-        self._index_text = b"{}"
-        with suppress(FileNotFoundError):
-            self._index_text = self._try(self._read, f"{self._root}/{INDEX}")
-            try:
-                return {
-                    int(step): Copy(str(digest), None if loss is None else float(loss))
-                    for step, (digest, loss) in parse_json(self._index_text).items()
-                }
-            except (AttributeError, TypeError, ValueError) as error:
-                logger.warning("%s/%s is damaged, all manifests are read: %s", self.address, INDEX, error)
-        return {}
-
-    def put(self, folder: Path, existing: Manifest | None = None) -> tuple[Copy, int]:
-        """Copy a local checkpoint, locked against deletion meanwhile; return the copy and the number of copied bytes.
+    def put(self, folder: Path, existing: Manifest | None = None) -> int:
+        """Copy a local checkpoint, locked against deletion meanwhile; return the number of copied bytes.
 
         Files that are unchanged since the `existing` copy and have the same size are not copied again.
         """
@@ -220,12 +197,14 @@ class RemoteStore:
                 for name, record in manifest.files.items()
                 if existing_files.get(name) != record or sizes.get(name) != record.size_bytes
             )
+            self._known.pop(manifest.step, None)
             if existing is not None and changed:
                 self._try(self._files.rm_file, self._path(manifest.step, MANIFEST))
             for name in changed:
                 self._try(self._files.put_file, str(folder / name), self._path(manifest.step, name))
             self._try(self._files.pipe_file, self._path(manifest.step, MANIFEST), text)
-        return Copy.of(manifest), sum(manifest.files[name].size_bytes for name in changed) + len(text)
+        self._known[manifest.step] = Copy.of(manifest)
+        return sum(manifest.files[name].size_bytes for name in changed) + len(text)
 
     def get(self, manifest: Manifest, folder: Path) -> None:
         """Copy the files of a checkpoint into an empty folder, without its manifest; verifies only their sizes."""
@@ -305,17 +284,14 @@ def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
     keep = store.retained(losses) | local.keys()
     cut_off = {step for step in present.keys() - copies.keys() if step < max(local, default=0)}
     unselected = (copies.keys() | cut_off) - keep
-    remote.put_index({step: copy for step, copy in copies.items() if step not in changed | unselected})
     sent = 0
     for step in sorted(changed, reverse=True):
         existing = remote.manifest(step) if step in copies else None
         if step in present and existing is None:  # incomplete or damaged
             remote.delete(step)
-        copies[step], size = remote.put(store.path(step), existing)
-        sent += size
+        sent += remote.put(store.path(step), existing)
     for step in unselected:
         remote.delete(step)
-    remote.put_index({step: copy for step, copy in copies.items() if step not in unselected})
     return sent
 
 

@@ -74,7 +74,6 @@ class SharedMemory:
         self._mapped: Optional[mmap.mmap] = None
 
     def reserve(self, size: int) -> None:
-        """Allocate at least `size` bytes."""
         if self._mapped is None or size > len(self._mapped):
             # Without this, a page that cannot be allocated later would kill the process.
             os.posix_fallocate(self.descriptor, 0, size)

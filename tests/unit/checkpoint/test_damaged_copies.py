@@ -15,7 +15,7 @@ from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, conten
 
 
 def test_a_copy_without_a_manifest_is_copied_again(bucket, tmp_path):
-    """Its deletion by hand had begun. The index still lists it, and older copies are retained until it is replaced."""
+    """Its deletion by hand had begun. Older copies are retained until it is replaced."""
     store = copied(tmp_path / "a", 1, 2)
     bucket.client().delete_object(Bucket=BUCKET, Key=f"mine/iter_0000002/{MANIFEST}")
     empty = make_store(tmp_path / "b", keep_last=1)

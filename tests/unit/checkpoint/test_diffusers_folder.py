@@ -26,7 +26,8 @@ from dit.convert.diffusers_format import format_of_settings
 from dit.convert.diffusers_sampling import scheduler_config
 from dit.convert.rules import POINTWISE, ByHead, SwappedHalves
 from dit.convert.run_record import CONFIG_KEY, to_record
-from dit.convert.state_files import INDEX, read_diffusers
+from dit.convert.sliced_weights import StoredTensors
+from dit.convert.state_files import INDEX
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.lora_config import LoRAConfig
 from dit.models.registry import BACKBONES, config_class
@@ -65,7 +66,7 @@ def test_every_box_equals_that_of_the_full_conversion(
 ) -> None:
     """Also when it is read in pieces."""
     monkeypatch.setattr(sliced_weights, "LARGEST_GAP", 3)
-    _, tensors = read_diffusers(folders / name)
+    tensors = StoredTensors(folders / name).read_all()
     network = read_network(folders / name)
     assert len(list((folders / name).glob("*.safetensors"))) > 1
     full = network.rules(network.trained.model).from_external(tensors)
@@ -303,13 +304,13 @@ def test_the_only_variant_is_read(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a folder and from the hub; next to other variants or other weights, no variant is selected."""
-    _, expected = read_diffusers(folders / "flux")
+    expected = StoredTensors(folders / "flux").read_all()
     (tmp_path / "model_index.json").write_text("{}")
     folder = Path(shutil.copytree(folders / "flux", tmp_path / "transformer"))
     for path in (*folder.glob("*.safetensors"), folder / INDEX):
         path.unlink()
     save_file(expected, folder / "diffusion_pytorch_model.fp16.safetensors", metadata={"format": "pt"})
-    assert torch.equal(read_diffusers(folder)[1][HEADS], expected[HEADS])
+    assert torch.equal(StoredTensors(folder).read(HEADS), expected[HEADS])
     network = read_network(folder)
     assert network.weights(network.trained.model).num_parameters == sum(x.numel() for x in expected.values())
     downloads: list[list[str]] = []
@@ -332,19 +333,19 @@ def test_the_only_variant_is_read(
 
 
 def test_the_only_variant_is_read_in_shards(folders: Path, tmp_path: Path) -> None:
-    _, expected = read_diffusers(folders / "flux")
+    expected = StoredTensors(folders / "flux").read_all()
     folder = Path(shutil.copytree(folders / "flux", tmp_path / "transformer"))
     for path in folder.glob("*.safetensors"):
         path.rename(path.with_name(path.name.replace("model-", "model.fp16-")))
     index = (folder / INDEX).read_text().replace("model-", "model.fp16-")
     (folder / INDEX).unlink()
     (folder / INDEX.replace("json", "fp16.json")).write_text(index)
-    assert torch.equal(read_diffusers(folder)[1][HEADS], expected[HEADS])
+    assert torch.equal(StoredTensors(folder).read(HEADS), expected[HEADS])
     network = read_network(folder)
     assert network.weights(network.trained.model).num_parameters == sum(x.numel() for x in expected.values())
     (folder / INDEX.replace("json", "bf16.json")).write_text(index)
     with pytest.raises(ConfigError, match=r"only variants .*rename one"):
-        read_diffusers(folder)
+        StoredTensors(folder)
 
 
 def test_embedders_of_blocks_that_differ_are_refused(folders: Path, tmp_path: Path) -> None:
@@ -469,7 +470,7 @@ def test_a_variant_in_the_cache_is_read_without_network(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The repository may have other weights, so they are downloaded if the hub can be reached."""
-    _, expected = read_diffusers(folders / "flux")
+    expected = StoredTensors(folders / "flux").read_all()
     cached(tmp_path, folders / "flux")
     for weights in tmp_path.rglob("diffusion_pytorch_model*"):
         weights.unlink()

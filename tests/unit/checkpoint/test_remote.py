@@ -10,7 +10,7 @@ import pytest
 from dit.checkpoint.background import copies as copies_module
 from dit.checkpoint.background import remote
 from dit.checkpoint.background.copies import Copies
-from dit.checkpoint.background.remote import INDEX, OWNER, Owner, RemoteStore, copy_all, fetch_newer
+from dit.checkpoint.background.remote import OWNER, Owner, RemoteStore, copy_all, fetch_newer
 from dit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, verify_folder
 from dit.errors import CheckpointError, ConfigError
 from dit.settings import CheckpointConfig
@@ -22,7 +22,7 @@ MINE, OTHER = (Owner(run, {"training": {"run_dir": f"runs/{run}"}}) for run in (
 
 
 def steps_of(bucket):
-    return sorted({int(key.split("/")[1][5:]) for key in bucket.objects() if not key.endswith((OWNER, INDEX))})
+    return sorted({int(key.split("/")[1][5:]) for key in bucket.objects() if not key.endswith(OWNER)})
 
 
 def requests_of(bucket, action):
@@ -36,9 +36,7 @@ def test_a_copy_is_bitwise_equal_and_can_be_fetched(bucket, tmp_path):
     store = make_store(tmp_path / "a", keep_last=2)
     save(store, 3, consumed_samples=12)
     sent = copy_all(store, RemoteStore(ADDRESS))
-    objects = bucket.objects()
-    del objects[f"mine/{INDEX}"]
-    assert {key.split("/", 2)[2]: value for key, value in objects.items()} == content(store.path(3))
+    assert {key.split("/", 2)[2]: value for key, value in bucket.objects().items()} == content(store.path(3))
     assert sent == sum(map(len, content(store.path(3)).values()))
     other = make_store(tmp_path / "b")
     assert fetch_newer(other, RemoteStore(ADDRESS)) == 3
@@ -89,7 +87,7 @@ def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
     folder = store.begin(3)
     (folder / "state.json").write_bytes(bytes((store.path(3) / "state.json").stat().st_size))
     store.publish(3, {})
-    bucket.door = lambda method, path: 403 if method == "PUT" and not path.endswith(INDEX) else None
+    bucket.door = lambda method, path: 403 if method == "PUT" else None
     with pytest.raises(CheckpointError):
         copy_all(store, RemoteStore(ADDRESS))
     assert complete_copies() == []
@@ -123,7 +121,7 @@ def test_characters_of_patterns_in_an_address_are_names() -> None:
 
 @pytest.fixture
 def many(bucket, tmp_path):
-    """Return a bucket with copies of steps 1 to MANY without an index, and a store with a newer checkpoint."""
+    """Return a bucket with copies of steps 1 to MANY, and a store with a newer checkpoint."""
     record = FileRecord(1, "00")
     for step in range(1, MANY + 1):
         manifest = Manifest(step, {"x": record}, {"held_out_loss": 0.0 if step == 7 else 1.0})
@@ -135,14 +133,15 @@ def many(bucket, tmp_path):
 
 def test_only_the_first_save_reads_all_manifests(many):
     bucket, store = many
-    _, first = requests_of(bucket, lambda: copy_all(store, RemoteStore(ADDRESS)))
+    remote = RemoteStore(ADDRESS)
+    _, first = requests_of(bucket, lambda: copy_all(store, remote))
     assert sum(path.endswith(MANIFEST) for method, path in first if method != "PUT") == MANY
     save(store, MANY + 2)
-    _, second = requests_of(bucket, lambda: copy_all(store, RemoteStore(ADDRESS)))
+    _, second = requests_of(bucket, lambda: copy_all(store, remote))
     assert len(second) <= len(FILES) + 6
     assert RemoteStore(ADDRESS).steps() == list(range(1, MANY + 3))
     store.config.keep_every = 15
-    _, third = requests_of(bucket, lambda: copy_all(store, RemoteStore(ADDRESS)))
+    _, third = requests_of(bucket, lambda: copy_all(store, remote))
     assert not any(path.endswith(MANIFEST) for method, path in third if method == "GET")
     assert RemoteStore(ADDRESS).steps() == [7, 15, MANY, MANY + 1, MANY + 2]
 
@@ -160,18 +159,8 @@ def test_a_start_reads_one_manifest(many, tmp_path):
         RemoteStore(ADDRESS).owner()
 
 
-@pytest.mark.parametrize("text", [b"[", b'{"x": ["", 1]}', b'{"3": ["", "low"]}', b"[" * 999])
-def test_a_damaged_index_is_replaced(bucket, tmp_path, caplog, text):
-    store = copied(tmp_path, 3)
-    before = bucket.objects()
-    put(bucket, INDEX, text)
-    assert copy_all(store, RemoteStore(ADDRESS)) == 0
-    assert bucket.objects() == before
-    assert f"{ADDRESS}/{INDEX} is damaged" in caplog.text
-
-
 def copy_interrupted(bucket, store):
-    """Interrupt a copy after 0, 1, 2, ... changes until it succeeds; check the index; return the number of attempts."""
+    """Interrupt a copy after 0, 1, 2, ... changes until it succeeds; return the number of attempts."""
     remote = RemoteStore(ADDRESS)
     for allowed in range(40):
         changes = []
@@ -191,7 +180,7 @@ def copy_interrupted(bucket, store):
     raise AssertionError
 
 
-def test_an_index_lists_no_copy_that_is_incomplete(bucket, tmp_path):
+def test_an_incomplete_copy_is_not_known(bucket, tmp_path):
     """At every point where replacing, adding or deleting a copy may be interrupted."""
     store = copied(tmp_path / "a", 1, 2)
     folder = store.begin(2)
@@ -259,16 +248,16 @@ def test_another_run_changes_no_copy(bucket, tmp_path, monkeypatch):
     config = CheckpointConfig(copy_to=ADDRESS)
     for step in (4, 6):
         save(mine, step)
-    assert copies_module.execute({"step": 6}, str(mine.root), config, MINE)["error"] is None
+    assert copies_module.execute({"step": 6}, str(mine.root), config, MINE, {})["error"] is None
     assert next(path for method, path in bucket.requests if method == "PUT").endswith(OWNER)
     before = bucket.objects()
     for step in (6, 7):
         save(other, step, consumed_samples=1)
-    error = copies_module.execute({"step": 7}, str(other.root), config, OTHER)["error"]
+    error = copies_module.execute({"step": 7}, str(other.root), config, OTHER, {})["error"]
     assert "has the copies of run mine in training.run_dir=runs/mine, and this is run other in" in error
     assert bucket.objects() == before
     moved = Owner("mine", {"training": {"run_dir": "runs/moved"}})
-    assert copies_module.execute({"step": 6}, str(mine.root), config, moved)["error"] is None
+    assert copies_module.execute({"step": 6}, str(mine.root), config, moved, {})["error"] is None
     assert RemoteStore(ADDRESS).owner() == moved
 
 
@@ -375,7 +364,7 @@ def test_a_request_is_retried_and_returns_its_error(bucket, tmp_path, monkeypatc
     monkeypatch.setattr(copies_module.time, "sleep", waits.append)
     monkeypatch.setattr(copies_module, "copy_all", lambda store, there: shutil.copy("nothing", "there"))
     monkeypatch.setattr(RemoteStore, "claim", lambda store, owner: None)
-    reply = copies_module.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)
+    reply = copies_module.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE, {})
     assert reply["step"] == 4
     assert "FileNotFoundError" in reply["error"]
     assert waits == []  # the error is not from the store, so there is no retry
@@ -384,6 +373,8 @@ def test_a_request_is_retried_and_returns_its_error(bucket, tmp_path, monkeypatc
         raise CheckpointError("no")
 
     monkeypatch.setattr(copies_module, "copy_all", refuse)
-    assert copies_module.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)["error"] == "no"
+    assert (
+        copies_module.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE, {})["error"] == "no"
+    )
     assert waits == [2.0, 4.0]
     assert json.dumps(reply)

@@ -167,7 +167,7 @@ def test_clips_of_any_shapes_are_encoded_in_batches_and_returned_in_order(saved)
     vae = VAE(saved("image")[0])
     generator = torch.Generator().manual_seed(2)
     clips = [torch.rand(3, 1, 16, 16 + 16 * (i % 3), generator=generator) for i in range(7)]
-    together = encode_together(vae, clips, batch=2)
+    together = encode_together(vae.encode, clips, batch=2)
     for clip, latent in zip(clips, together, strict=True):
         torch.testing.assert_close(latent, vae.encode(clip[None])[0], rtol=1e-5, atol=1e-5)
 

@@ -85,8 +85,6 @@ def one_line_of_network(path: Path) -> str:
 
 NAN = SIGMA.copy()
 NAN[1, 2] = NAN[2, 1] = np.nan
-TILTED = SIGMA.copy()
-TILTED[0, 1] += 0.5
 
 
 @pytest.mark.parametrize(
@@ -95,8 +93,6 @@ TILTED[0, 1] += 0.5
         ({"mu": MU[:4], "sigma": SIGMA}, r"mu has 4 features and sigma has shape \[5, 5\]"),
         ({"mu": MU, "sigma": NAN}, "2 of 25 numbers of sigma are not finite"),
         ({"mu": MU * np.inf, "sigma": SIGMA}, "5 of 5 numbers of mu are not finite"),
-        ({"mu": MU, "sigma": TILTED}, "not symmetric: it differs from its transpose by up to 0.5"),
-        ({"mu": MU, "sigma": -SIGMA}, "has a variance of -"),
         ({"mu": MU[None], "sigma": SIGMA}, "expected floating-point numbers with 1 axis"),
         ({"mu": MU.astype(int), "sigma": SIGMA}, "mu is int64"),
         ({"mu": MU}, "holds mu; FID needs mu and sigma, or pictures as arr_0"),

@@ -22,13 +22,14 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.patchify import patchify
 from dit.run_config import RunConfig
 from dit.sampling.clips import clip_grid
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.sampling.grid import enlargement, tile_origin, to_bytes
 from dit.sampling.references import add_references
 from dit.settings import SamplingConfig, TrainingConfig
 from energon_data.mock import MockData
 from launch.initial_picture import read_initial
 from tests.conftest import BuildModel
+from tests.support.batches import generate
 from tests.unit.encoders.test_vae import MODELS
 
 CPU = torch.device("cpu")

@@ -15,11 +15,12 @@ from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.model import DiT
 from dit.objectives.flow_matching import FlowMatching
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.settings import SamplingConfig
 from dit.step.forward_step import training_forward_step
 from energon_data.mock import MockData
 from tests.conftest import BuildModel
+from tests.support.batches import generate
 
 MOOD = Condition(name="mood", axis="sample", description="mood", null=-2.0, stored_as=("mood",))
 

@@ -51,7 +51,7 @@ def test_a_run_under_nohup_ignores_the_end_of_its_session():
 def test_signal_handlers_are_restored():
     """After the run, also after a failure, signals have their previous handlers."""
     before = signal.getsignal(signal.SIGUSR1)
-    flag = PreemptionFlag((signal.SIGUSR1,))
+    flag = PreemptionFlag()
     with pytest.raises(ZeroDivisionError), flag:
         print(os.kill(os.getpid(), signal.SIGUSR1) or 1 / 0)
     assert flag.requested
@@ -61,7 +61,7 @@ def test_signal_handlers_are_restored():
 def test_a_request_ends_the_process_at_once_if_there_is_nothing_to_save():
     """During a call and for an earlier request; outside of the context, a signal only sets the flag."""
     reached = []
-    with PreemptionFlag((signal.SIGUSR1,)) as flag:
+    with PreemptionFlag() as flag:
         with pytest.raises(SystemExit) as left, flag.exit_immediately():
             print(os.kill(os.getpid(), signal.SIGUSR1), reached.append("too far"))
         assert (left.value.code, reached) == (75, [])
@@ -80,7 +80,7 @@ def test_a_request_counts_even_if_a_library_replaces_the_exception():
         except SystemExit:
             raise ValueError("could not determine the shape") from None
 
-    with PreemptionFlag((signal.SIGUSR1,)) as flag:
+    with PreemptionFlag() as flag:
         with pytest.raises(SystemExit) as left, flag.exit_immediately():
             as_array()
         assert left.value.code == 75
@@ -108,7 +108,7 @@ def test_a_rank_with_a_request_and_a_lost_peer_is_preempted(monkeypatch):
 
 def test_a_rank_that_loses_its_peer_waits_for_a_signal_that_comes_later(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with PreemptionFlag((signal.SIGUSR1,)) as flag:
+    with PreemptionFlag() as flag:
         later = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
         later.start()
         with pytest.raises(SystemExit) as left, flag.exit_immediately():

@@ -21,10 +21,11 @@ from dit.objectives.mean_flow import MeanFlow
 from dit.parallel.build import build_model, parameter_shapes
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import random_weights
+from tests.support.batches import generate
 from tests.unit.objectives.packs import noise_for, pack, run_config
 
 LOGIT_NORMAL = {"time_distribution": "logit_normal", "logit_mean": -0.4}

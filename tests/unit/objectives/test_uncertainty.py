@@ -14,12 +14,12 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.edm import EDM
 from dit.objectives.losses import UncertaintyWeighting
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.settings import SamplingConfig
 from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
-from tests.support.batches import pack_of
+from tests.support.batches import generate, pack_of
 
 MODEL = DiTConfig(hidden_size=16, num_layers=1, num_attention_heads=2, in_channels=2, patch_spatial=1, num_classes=None)
 OBJECTIVE = EDM(weighting=UncertaintyWeighting(), p_mean=-0.4, p_std=1.0)

@@ -15,8 +15,9 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.settings import SamplingConfig
+from tests.support.batches import generate
 
 SPEC = DiTConfig(patch_spatial=1, num_classes=3, context_size=2).batch_spec()
 LABELS = [2, 0]

@@ -25,12 +25,13 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.mean_flow import MeanFlow
 from dit.patchify import patchify
 from dit.run_config import RunConfig
-from dit.sampling.generate import LowNoise, empty_pack, generate, generate_each
+from dit.sampling.generate import LowNoise, empty_pack, generate_each
 from dit.sampling.guidance import rescaled
 from dit.sampling.tiles import TiledNetwork
 from dit.settings import SamplingConfig
 from energon_data.mock import MockData
 from tests.conftest import BuildModel
+from tests.support.batches import generate
 
 MODEL = DiTConfig(
     **{"patch_spatial": 1, "num_classes": 3, "hidden_size": 32, "num_layers": 1, "num_attention_heads": 4},

@@ -20,9 +20,10 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig, check_sampling
-from dit.sampling.generate import LowNoise, empty_pack, generate, without_conditions
+from dit.sampling.generate import LowNoise, empty_pack, without_conditions
 from dit.sampling.guidance import guided_prediction, rescaled
 from dit.settings import SamplingConfig
+from tests.support.batches import generate
 
 CLASSES, CHANNELS, SIDE = 3, 4, 4
 CHURN = [40.0, 0.05, 50.0, 1.003]

@@ -11,8 +11,9 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.flow_matching import FlowMatching
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.settings import SamplingConfig
+from tests.support.batches import generate
 
 WIDTH, CHANNELS, SEED = 5, 4, 3
 SPEC = DiTConfig(patch_spatial=1, num_classes=3, teacher_token_size=WIDTH).batch_spec()

@@ -14,10 +14,11 @@ from dit.errors import ConfigError
 from dit.inference.cascade import Cascade, enlarging
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack
 from dit.sampling.tiles import TiledNetwork, tile_starts, tile_weights
 from dit.settings import SamplingConfig
 from tests.conftest import BuildModel
+from tests.support.batches import generate
 from tests.unit.inference.test_cascade import BASE, LARGER, generator_of
 
 SPEC = DiTConfig(in_channels=3, patch_spatial=1, num_classes=3, context_size=2).batch_spec()
