@@ -123,7 +123,7 @@ def check_settings(side: str, model: Any, supported: Any, free: Collection[str])
         }
         for network in (model, supported)
     )
-    if ours.get("num_query_groups") == model.num_attention_heads:  # as many as without groups
+    if ours.get("num_query_groups") == ours.get("num_attention_heads"):  # as many as without groups
         ours["num_query_groups"] = None
     if set(ours.get("rope_factors") or [1.0]) == {1.0}:
         ours["rope_factors"] = None
@@ -172,12 +172,8 @@ class DiffusersFormat(Generic[Model]):
         """Every argument of the diffusers constructor with its default."""
         return arguments_of(self.class_name)
 
-    def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        """Convert diffusers' settings, completed by `defaults`, as far as our model has them, see `read_settings`."""
-        return self.trained(self.network(published), published)
-
     def network(self, published: Mapping[str, Any]) -> Model:
-        """Return our network for diffusers' settings."""
+        """Return our network for diffusers' settings, completed by `defaults`."""
         build: Any = self.config_class
         return build(**self.read_sizes(published))
 
@@ -286,8 +282,8 @@ class DiffusersFormat(Generic[Model]):
         complete = {n: arguments.get(n, default) for n, default in self.defaults.items()}
         complete = {n: list(v) if isinstance(v, list | tuple) else v for n, v in complete.items()}
         with valid_entries(f"config.json of {self.class_name}", ConfigError, "download it again"):
-            trained = self.read(complete)
-            model: Any = trained.model
+            model = self.network(complete)
+            trained = self.trained(model, complete)
             written = {**self.defaults, **self.write(model, trained.latent_size)[0]}
         if "out_channels" in complete:  # None stands for the number of input channels
             for values in (complete, written):
