@@ -127,6 +127,17 @@ def _read(path: Path, parse: Callable[[bytes], Any], error: type[UserError], cur
         raise error(f"{path} cannot be read: {' '.join(str(problem).split())}; {cure}") from problem
 
 
+@contextmanager
+def valid_entries(place: object, error: type[UserError], cure: str) -> Iterator[None]:
+    """Raise failures caused by invalid entries of an untrusted record as `error`, with its place and the cure."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as problem:
+        raise error(f"{place} has an entry that cannot be used: {problem!r:.200}; {cure}") from problem
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text whose nesting and integers are bounded.
 

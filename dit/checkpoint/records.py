@@ -2,32 +2,23 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from dit.checkpoint.manifest import CURE
-from dit.errors import CheckpointError, UserError
+from dit.errors import CheckpointError
 from dit.ranges import ASPECTS, MOST_POSITIONS
-from dit.safe_files import read_json, read_yaml
+from dit.safe_files import read_json, read_yaml, valid_entries
 
 CONFIG_FILE = "config.yaml"
 METADATA_FILE = "metadata.json"
 
 
-@contextmanager
-def usable(path: Path | str) -> Iterator[None]:
-    """Convert errors caused by invalid entries of a record into a `CheckpointError` that names the file.
-
-    A checkpoint may come from an untrusted source: its hashes match, but its records can contain anything.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} has an entry that cannot be used: {error!r}; {CURE}") from error
+def usable(path: Path | str) -> AbstractContextManager[None]:
+    """Name the file of a record whose entries are used; its hash matches, but an untrusted one can contain anything."""
+    return valid_entries(path, CheckpointError, CURE)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

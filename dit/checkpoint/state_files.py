@@ -23,7 +23,7 @@ from dit.boxes import Box
 from dit.checkpoint.manifest import CURE, FileRecord, write_hashed
 from dit.durable_files import write_atomic
 from dit.errors import CheckpointError
-from dit.safe_files import open_safetensors, parse_json, read_bytes
+from dit.safe_files import open_safetensors, read_json, valid_entries
 
 INDEX = "state.json"
 FORMAT = 2
@@ -162,8 +162,8 @@ class StateReader:
     def __init__(self, folder: Path, *, finite: bool = False) -> None:
         self.folder, self._finite = folder, finite
         self._files: dict[str, Any] = {}
-        try:
-            body = parse_json(read_bytes(folder / INDEX, LONGEST_INDEX))
+        body = read_json(folder / INDEX, CheckpointError, CURE, LONGEST_INDEX)
+        with valid_entries(folder / INDEX, CheckpointError, CURE):
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{folder / INDEX} is of format {body['format']!r}, this version reads {FORMAT}")
             self.scalars: dict[str, float] = {str(name): _finite(value) for name, value in body["scalars"].items()}
@@ -172,10 +172,6 @@ class StateReader:
                 name: [(_plain(file), Box(tuple(map(int, o)), tuple(map(int, s)))) for file, o, s in entry["boxes"]]
                 for name, entry in body["tensors"].items()
             }
-        except CheckpointError:
-            raise
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}; {CURE}") from error
         try:
             for name, shape in self.shapes.items():
                 _check_complete(name, shape, [box for _, box in self._stored[name]])

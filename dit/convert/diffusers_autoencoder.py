@@ -6,7 +6,6 @@ Source: diffusers 0.38, `models/autoencoders/autoencoder_kl.py` and `vq_model.py
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
@@ -27,7 +26,10 @@ NAMES = {
     "codebook.entries": "quantize.embedding.weight",
 }
 """Parts of names: ours, diffusers'."""
-SAME = ("in_channels", "latent_channels", "layers_per_block", "norm_num_groups", "mid_block_add_attention")
+SAME = (
+    *("in_channels", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups"),
+    "mid_block_add_attention",
+)
 """Settings with the same name and value in diffusers."""
 
 
@@ -37,35 +39,32 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
     class_name = "AutoencoderKL"
     config_class = AutoencoderConfig
     other: Collection[str] = ("force_upcast", "scaling_factor")
+    same: Mapping[str, str] = {name: name for name in (*SAME, "shift_factor")}
+    free = ("scaling_factor",)
+    has_outputs = False
 
     def describes(self, model: ModelConfig) -> bool:
         return super().describes(model) and not model.quantizes
 
-    def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        channels, size = published["block_out_channels"], published["sample_size"]
-        model = AutoencoderConfig(
-            patch_spatial=2 ** (len(channels) - 1),
-            block_out_channels=channels,
-            scaling_factor=published["scaling_factor"],
-            shift_factor=published["shift_factor"],
-            **{name: published[name] for name in SAME},
-        )
-        return TrainedModel(model, Autoencoding(), (1, size, size), {})
+    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        return super().read_sizes(published) | {
+            "patch_spatial": 2 ** (len(published["block_out_channels"]) - 1),
+            "scaling_factor": published["scaling_factor"],
+        }
 
-    def write(self, model: AutoencoderConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        resolutions = len(model.block_out_channels)
+    def trained(self, model: AutoencoderConfig, published: Mapping[str, Any]) -> TrainedModel:
+        objective, size = VQAutoencoding() if model.quantizes else Autoencoding(), published["sample_size"]
+        return TrainedModel(model, objective, (1, size, size), {})
+
+    def write_sizes(self, model: AutoencoderConfig, latent_size: LatentSize) -> dict[str, Any]:
         scale = {} if model.scaling_factor is None else {"scaling_factor": model.scaling_factor}
-        settings = {
-            **{name: getattr(model, name) for name in SAME},
+        return super().write_sizes(model, latent_size) | {
             "out_channels": model.in_channels,
-            "down_block_types": [DOWN] * resolutions,
-            "up_block_types": [UP] * resolutions,
-            "block_out_channels": model.block_out_channels,
+            "down_block_types": [DOWN] * len(model.block_out_channels),
+            "up_block_types": [UP] * len(model.block_out_channels),
             "sample_size": latent_size[1],
-            "shift_factor": model.shift_factor,
             **scale,
         }
-        return settings, []
 
     def rules(self, model: AutoencoderConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         return RuleBook(shapes, [Rule(name, (renamed(name, NAMES),)) for name in shapes])
@@ -76,23 +75,18 @@ class DiffusersVQModel(DiffusersAutoencoder):
 
     class_name = "VQModel"
     other = (*DiffusersAutoencoder.other, "vq_embed_dim")
+    same: Mapping[str, str] = {**dict(zip(SAME, SAME)), "codebook_size": "num_vq_embeddings"}
 
     def describes(self, model: ModelConfig) -> bool:
         return type(model) is self.config_class and model.quantizes
 
-    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         width, channels = published["vq_embed_dim"], published["latent_channels"]
         if width not in (None, channels):
             raise ConfigError(
                 f"VQModel with vq_embed_dim={width} and latent_channels={channels}; ours has entries as wide as latents"
             )
-        trained = super().read({**published, "shift_factor": None})
-        assert isinstance(trained.model, AutoencoderConfig)
-        model = replace(trained.model, codebook_size=published["num_vq_embeddings"])
-        return replace(trained, model=model, objective=VQAutoencoding())
+        return super().read_sizes(published)
 
-    def write(self, model: AutoencoderConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        settings, notes = super().write(model, latent_size)
-        del settings["shift_factor"]
-        codebook = {"num_vq_embeddings": model.codebook_size, "vq_embed_dim": model.latent_channels}
-        return settings | codebook, notes
+    def write_sizes(self, model: AutoencoderConfig, latent_size: LatentSize) -> dict[str, Any]:
+        return super().write_sizes(model, latent_size) | {"vq_embed_dim": model.latent_channels}

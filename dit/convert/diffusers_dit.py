@@ -51,8 +51,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
     free = ("routing", "time_frequency_shift")
     samples_by_class = True
 
-    def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        model = self.network(published)
+    def trained(self, model: DiTConfig, published: Mapping[str, Any]) -> TrainedModel:
         notes = []
         if published["norm_eps"] != model.layernorm_epsilon:
             notes.append(

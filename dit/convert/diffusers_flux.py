@@ -84,25 +84,22 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
         sizes = super().read_sizes(published)
         if sizes["in_channels"] == 2 * (channels := sizes["out_channels"] or 0):
             sizes |= {"in_channels": channels, "out_channels": None, "control_channels": channels}
-        elif sizes["in_channels"] > channels > 0:
+        return sizes | {"guidance": DEV_GUIDANCE if published["guidance_embeds"] else None, "null_text": "learned"}
+
+    def trained(self, model: FluxConfig, published: Mapping[str, Any]) -> TrainedModel:
+        if model.in_channels > (model.out_channels or model.in_channels):
             raise ConfigError(
                 f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
                 "network also reads a mask or other pictures (inpainting), which FluxConfig does not; use the "
                 "text-to-image network"
             )
-        return sizes | {"guidance": DEV_GUIDANCE if published["guidance_embeds"] else None, "null_text": "learned"}
+        return super().trained(model, published)
 
     def write_sizes(self, model: FluxConfig, latent_size: LatentSize) -> dict[str, Any]:
         if model.pooled_size is None:
             raise ConfigError(f"model.pooled_size=None, but {self.class_name} needs a pooled text; {TRAIN_THAT_WAY}")
         settings = super().write_sizes(model, latent_size) | {"guidance_embeds": model.guidance is not None}
-        if model.control_channels is not None:
-            if (model.control_channels, model.output_features) != (model.in_channels, model.token_channels):
-                raise ConfigError(
-                    f"model.control_channels={model.control_channels} and model.out_channels={model.out_channels}, but "
-                    f"a {self.class_name} with a control picture has model.in_channels={model.in_channels} for both; "
-                    f"{TRAIN_THAT_WAY}"
-                )
+        if model.control_channels is not None:  # half of the input channels
             settings["out_channels"] = model.output_features
         return settings
 

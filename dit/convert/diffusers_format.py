@@ -24,12 +24,12 @@ from dit.convert.rules import (
     pattern_and_number,
     require,
 )
-from dit.errors import ConfigError, UserError
+from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.ranges import MOST_POSITIONS
-from dit.safe_files import read_yaml
+from dit.safe_files import read_yaml, valid_entries
 
 VERSION = "0.38.0"
 """The release of diffusers that tests compare exports with."""
@@ -123,7 +123,7 @@ def check_settings(side: str, model: Any, supported: Any, free: Collection[str])
         }
         for network in (model, supported)
     )
-    if ours.get("num_query_groups") == model.num_attention_heads:  # as many as without groups
+    if ours.get("num_query_groups") == ours.get("num_attention_heads"):  # as many as without groups
         ours["num_query_groups"] = None
     if set(ours.get("rope_factors") or [1.0]) == {1.0}:
         ours["rope_factors"] = None
@@ -172,12 +172,8 @@ class DiffusersFormat(Generic[Model]):
         """Every argument of the diffusers constructor with its default."""
         return arguments_of(self.class_name)
 
-    def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        """Convert diffusers' settings, completed by `defaults`, as far as our model has them, see `read_settings`."""
-        return self.trained(self.network(published), published)
-
     def network(self, published: Mapping[str, Any]) -> Model:
-        """Return our network for diffusers' settings."""
+        """Return our network for diffusers' settings, completed by `defaults`."""
         build: Any = self.config_class
         return build(**self.read_sizes(published))
 
@@ -285,16 +281,10 @@ class DiffusersFormat(Generic[Model]):
         unknown = [f"{n}={v!r}" for n, v in arguments.items() if n not in self.defaults and v not in (None, False)]
         complete = {n: arguments.get(n, default) for n, default in self.defaults.items()}
         complete = {n: list(v) if isinstance(v, list | tuple) else v for n, v in complete.items()}
-        try:
-            trained = self.read(complete)
-            model: Any = trained.model
+        with valid_entries(f"config.json of {self.class_name}", ConfigError, "download it again"):
+            model = self.network(complete)
+            trained = self.trained(model, complete)
             written = {**self.defaults, **self.write(model, trained.latent_size)[0]}
-        except UserError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"config.json of {self.class_name} has an invalid setting: {error!r:.200}; download it again"
-            ) from error
         if "out_channels" in complete:  # None stands for the number of input channels
             for values in (complete, written):
                 values["out_channels"] = values["out_channels"] or values["in_channels"]

@@ -72,8 +72,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         suffix = re.sub(r"^(mid_block|\w+_blocks\.\d+)\.attentions\.\d+\.", "", layer)
         return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
-    def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        model, size = self.network(published), published["sample_size"]
+    def trained(self, model: LDMUNetConfig, published: Mapping[str, Any]) -> TrainedModel:
         if model.control_channels == model.in_channels + 1:
             raise ConfigError(
                 f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
@@ -87,7 +86,8 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             )
         objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
         sampling = {"solver": "ddim", "num_steps": 50, "guidance_scale": 7.5 if model.pooled_size is None else 5.0}
-        return TrainedModel(model, objective, (1, size, size), sampling)
+        size = (1, published["sample_size"], published["sample_size"])
+        return TrainedModel(model, objective, size, sampling)
 
     def network(self, published: Mapping[str, Any]) -> LDMUNetConfig:
         channels, depths = published["block_out_channels"], published["transformer_layers_per_block"]

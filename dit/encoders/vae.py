@@ -23,7 +23,7 @@ from dit.encoders.pretrained import load_network
 from dit.errors import ConfigError
 from dit.hub import check_hub
 from dit.pipeline_folder import name_a_part
-from dit.safe_files import parse_json, read_bytes
+from dit.safe_files import parse_json, read_bytes, valid_entries
 
 Key = TypeVar("Key", bound=Hashable)
 Precision = Literal["fp32", "bf16"]
@@ -87,7 +87,7 @@ class Geometry:
             fault = f"is a {kind}" if has_class else "has no _class_name in its config.json"
             raise ConfigError(f"{name} {fault}; supported classes are {', '.join(KINDS)}")
         entry = {**_defaults(kind, name), **config}
-        try:
+        with valid_entries(f"the config.json of {name}", ConfigError, "download it again"):
             channels = int(entry.get("vq_embed_dim") or entry.get("z_dim") or entry["latent_channels"])
             time, space = map(int, _compression(entry))
             scale = float(entry.get("scaling_factor", 1.0))
@@ -96,8 +96,6 @@ class Geometry:
                 means, deviations = entry["latents_mean"], entry["latents_std"]
             mean, std = tuple(map(float, means)), tuple(float(deviation) / scale for deviation in deviations)
             patch = int(entry["patch_size"][0]) if kind == "AutoencoderKLFlux2" else 1
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"the config.json of {name} has an invalid entry: {error!r}") from error
         if not all(map(math.isfinite, (*mean, *std))):
             raise ConfigError(f"the config.json of {name} has a scale or a shift that is not finite")
         if not all(1 <= size <= 2**16 for size in (channels, time, space, patch)):

@@ -119,7 +119,7 @@ BEYOND: list[tuple[ModelConfig, list[dict[str, Any]]]] = [
         FluxConfig(),
         [
             *({"patch_spatial": 1}, {"ffn_hidden_size": 96}, {"time_scale": 1.0}, {"rope_theta": 500.0}),
-            {"position_embedding": "sincos_3d"},
+            *({"position_embedding": "sincos_3d"}, {"control_channels": 8}),
         ],
     ),
     (
