@@ -21,16 +21,20 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run, short_run
+from recipes.base import base_run, part, short_run
 
 TEXT_TOKENS = 128
 
-
-@run.cli.factory(target=ModelConfig)
-def imagen_base_500m() -> run.Config[UNetConfig]:
-    """Imagen's regular UNet at 64 px (524,897,540): 256 to 1024 channels, fused attention at 8, 16, 32 px."""
-    sizes = {"channel_multipliers": [1, 2, 3, 4], "num_res_blocks": [3, 3, 3, 3], "attention_levels": [1, 2, 3]}
-    return run.Config(UNetConfig, hidden_size=256, **sizes)
+imagen_base_500m = part(
+    ModelConfig,
+    "imagen_base_500m",
+    UNetConfig,
+    hidden_size=256,
+    channel_multipliers=[1, 2, 3, 4],
+    num_res_blocks=[3, 3, 3, 3],
+    attention_levels=[1, 2, 3],
+)
+"""Imagen's regular UNet at 64 px (524,897,540): 256 to 1024 channels, fused attention at 8, 16, 32 px."""
 
 
 @run.cli.factory(target=ModelConfig)
@@ -41,25 +45,24 @@ def imagen_base_2b() -> run.Config[UNetConfig]:
     return model
 
 
-@run.cli.factory(target=ModelConfig)
-def imagen_sr_400m() -> run.Config[UNetConfig]:
-    """Imagen's regular UNet from 64 to 256 px (408,350,468): 128 to 768 channels, fused attention at 16 and 32 px."""
-    return run.Config(
-        UNetConfig,
-        hidden_size=128,
-        channel_multipliers=[1, 2, 4, 6, 6],
-        num_res_blocks=[2, 2, 3, 4, 3],
-        attention_levels=[3, 4],
-        low_resolution_factor=4,
-        low_resolution_kernel="opencv",
-        noise_augmentation=True,
-    )
+imagen_sr_400m = part(
+    ModelConfig,
+    "imagen_sr_400m",
+    UNetConfig,
+    hidden_size=128,
+    channel_multipliers=[1, 2, 4, 6, 6],
+    num_res_blocks=[2, 2, 3, 4, 3],
+    attention_levels=[3, 4],
+    low_resolution_factor=4,
+    low_resolution_kernel="opencv",
+    noise_augmentation=True,
+)
+"""Imagen's regular UNet from 64 to 256 px (408,350,468): 128 to 768 channels, fused attention at 16 and 32 px."""
 
-
-@run.cli.factory(target=ModelConfig)
-def imagen_sr_600m() -> run.Config[EfficientUNetConfig]:
-    """Imagen's Efficient UNet, four times larger pictures (646,023,428): 128 to 1024 channels, fused attention."""
-    return run.Config(EfficientUNetConfig, noise_augmentation=True, low_resolution_kernel="opencv")
+imagen_sr_600m = part(
+    ModelConfig, "imagen_sr_600m", EfficientUNetConfig, noise_augmentation=True, low_resolution_kernel="opencv"
+)
+"""Imagen's Efficient UNet, four times larger pictures (646,023,428): 128 to 1024 channels, fused attention."""
 
 
 def _imagen(name: str, model: run.Config[ModelConfig], pixels: int, micro_batch: int, batch: int) -> run.Partial:

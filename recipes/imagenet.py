@@ -15,7 +15,7 @@ from dit.optimizer.schedules import WSD, Constant, InverseSqrt
 from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.base import base_run
+from recipes.base import base_run, part
 from recipes.components import edm_uncertainty
 from recipes.models import dit_b, dit_dh_xl, dit_l, dit_s, dit_xl, edm2_s, jit_b16, lightningdit_xl, rit_xl, sr_dit_b1
 
@@ -87,10 +87,8 @@ def dit_xl2_imagenet() -> run.Partial:
     return _imagenet("dit_xl2_imagenet", dit_xl())
 
 
-@run.cli.factory(target=Alignment)
-def repa() -> run.Config[Alignment]:
-    """Align the tokens after layer 8 with DINOv2-B (REPA), `objective.alignment=repa` of flow matching."""
-    return run.Config(Alignment)
+repa = part(Alignment, "repa", Alignment)
+"""Align the tokens after layer 8 with DINOv2-B (REPA), `objective.alignment=repa` of flow matching."""
 
 
 @run.cli.factory(target=pretrain)
