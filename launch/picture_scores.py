@@ -21,7 +21,7 @@ from dit.inference.drawing import Request, draw
 from launch import environment
 from launch.held_out import redrawn
 from launch.measurement import Measurement
-from launch.reference import by_shape, check_statistics_path, reference_pictures, write_statistics
+from launch.reference import by_shape, reference_pictures
 from launch.sample import sampling_settings
 from launch.sample_requests import add_request_arguments, what_to_draw
 
@@ -46,12 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of fid, kid, precision: compare with these, not with held-out data: an .npz file with mu and sigma "
         "(fid), feats (kid, precision) or pictures (arr_0), or a folder of pictures; samples are then requested as in "
         "launch.sample",
-    )
-    group.add_argument(
-        "--write-statistics",
-        type=Path,
-        metavar="FILE",
-        help="of fid, kid, precision: write the statistics of the real pictures to an .npz file, for --reference",
     )
     group.add_argument("--clip-model", metavar="DIR", help="of clip: a local folder with transformers' CLIPModel")
     group.add_argument("--vae", metavar="PATH", help="autoencoder that decodes (default: the one the data set names)")
@@ -128,7 +122,7 @@ def _both_sides(
     args: argparse.Namespace,
     generator: "Generator",
     new: Callable[[], FeatureRows | Moments],
-    read: Callable[[Path, str], Any],
+    read: Callable[[Path], Any],
 ) -> tuple[Any, Any, str]:
     """Return the statistics of the real pictures and of the generated ones, and the name of the feature network.
 
@@ -136,12 +130,8 @@ def _both_sides(
         new: creates a collector of features, whose `reduce` returns the statistics of all ranks.
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
     """
-    path, out, features = args.reference, args.write_statistics, feature_network(args, generator)
-    if out is not None:
-        check_statistics_path(out, path)
-    stored = None if path is None or path.is_dir() else read(path, features.network)
-    if stored is not None and out is not None:
-        raise ConfigError(f"{path} already holds statistics; leave out --write-statistics, or give pictures")
+    path, features = args.reference, feature_network(args, generator)
+    stored = None if path is None or path.is_dir() else read(path)
     real, drawn = new(), new()
     if path is None:
         for pair in _feature_pairs(args, generator, features):
@@ -159,10 +149,7 @@ def _both_sides(
                     "of the reference as --features"
                 )
             drawn.add(rows)
-    statistics = real.reduce() if stored is None else stored
-    if out is not None:
-        write_statistics(out, statistics, features.network)
-    return statistics, drawn.reduce(), features.network
+    return real.reduce() if stored is None else stored, drawn.reduce(), features.network
 
 
 def _size(statistics: Gaussian | Tensor) -> tuple[Optional[int], int]:

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from dit.batch import pixel_values
-from dit.durable_files import write_atomic
-from dit.errors import ConfigError, DataError
-from dit.evaluation.frechet import Gaussian
-from dit.evaluation.reference import read_pictures, statistics_file
+from dit.errors import DataError
+from dit.evaluation.reference import read_pictures
 from dit.safe_files import read_bytes
 from energon_data.media_files import PICTURES, open_picture
 from energon_data.prepare.walk import Skipped, extension_of, folders_below
@@ -68,21 +66,3 @@ def _picture(path: Path) -> Tensor:
     except SampleError as error:
         raise DataError(f"{path} cannot be read: {error.detail}; remove it from the folder") from error
     return pixel_values(torch.tensor(pixels).movedim(2, 0))
-
-
-def check_statistics_path(path: Path, reference: Path | None) -> None:
-    """Check a file of `--write-statistics` before anything is computed."""
-    if path.suffix != ".npz" or not path.parent.is_dir():
-        raise ConfigError(f"--write-statistics {path}: name an .npz file in a folder that exists")
-    if reference is not None and path.exists() and reference.exists() and path.samefile(reference):
-        raise ConfigError(f"--write-statistics {path} would replace the --reference; name another file")
-
-
-def write_statistics(path: Path, statistics: Gaussian | Tensor, network: str) -> None:
-    """Write statistics of real pictures on the first rank; they are read by `--reference`."""
-    if environment.rank() > 0:
-        return
-    try:
-        write_atomic(path, statistics_file(statistics, network))
-    except OSError as error:
-        raise ConfigError(f"--write-statistics {path} cannot be written: {error.strerror}") from error
