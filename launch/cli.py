@@ -13,7 +13,7 @@ from functools import partial
 from typing import NoReturn, Optional
 
 from dit.command_line import closest, did_you_mean, long_options, with_cure
-from dit.errors import ConfigError, page_of
+from dit.errors import ConfigError
 from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS
 from dit.settings import (
@@ -84,18 +84,6 @@ class Options:
     def starts_training(self) -> bool:
         return not (self.help or self.list_recipes or self.describe or self.dryrun or self.print_config or self.to_yaml)
 
-
-# nemo-run's own flags, refused with their replacement here.
-_ELSEWHERE = {
-    "--load": "load a saved configuration with --yaml FILE",
-    "--repl": "inspect a recipe with --print-config or --dryrun",
-    "--detach": "{page} shows how to launch with nemo-run, and under Slurm",
-    "--direct": "training always runs in this process",
-    "--tail-logs": "logs already go to this console",
-    "--to-json": "write YAML with --to-yaml FILE",
-    "--to-toml": "write YAML with --to-yaml FILE",
-    "-y": "write --yes or --yaml FILE in full",
-}
 
 PlainPart = (
     type[OptimizerConfig] | type[TrainingConfig] | type[CheckpointConfig] | type[LoggingConfig] | type[SamplingConfig]
@@ -233,8 +221,6 @@ def _stray_word_message(word: str) -> str:
 
 
 def _unknown_flag_message(flag: str) -> str:
-    if flag in _ELSEWHERE:
-        return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag].format(page=page_of('launch'))}"
     hint = did_you_mean(flag, FLAGS)
     keys = [key for key in PLAIN_KEYS if key.rpartition(".")[2] == flag[2:].replace("-", "_")]
     if keys:

@@ -15,7 +15,7 @@ from typing import Optional
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
-from launch.argument_types import command_parser, file_size
+from launch.argument_types import command_parser
 
 FORMATS = ("diffusers", "dit")
 PIPELINE = "pipeline"
@@ -60,9 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text-encoder", metavar="[ENTRY=]NAME", help="text encoder of a pipeline, if not that of the run's data"
     )
-    parser.add_argument(
-        "--max-shard-size", type=file_size, metavar="SIZE", help="largest file of diffusers' weights (default: 10GB)"
-    )
     return parser
 
 
@@ -75,8 +72,6 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--out {out} already exists and is not changed; choose another or remove it")
     if args.format != PIPELINE and (args.vae or args.text_encoder):
         raise ConfigError(f"--vae and --text-encoder are for --format {PIPELINE}, not {args.format}; leave them out")
-    if args.format not in ("diffusers", PIPELINE) and args.max_shard_size:
-        raise ConfigError(f"--max-shard-size is for --format diffusers and {PIPELINE}, not {args.format}; leave it out")
     environment.prepare(quiet=True)
     from dit.checkpoint.reading import find_checkpoint
 
@@ -103,16 +98,11 @@ def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:
     if args.format == "dit":
         return merged + export_weights.write_original(trained, weights, out)
     if args.format == "diffusers":
-        return merged + export_weights.write_diffusers_folder(trained, weights, out, args.max_shard_size)
+        return merged + export_weights.write_diffusers_folder(trained, weights, out)
     if args.text_encoder is not None:
         trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
-    return merged + export_weights.write_pipeline(
-        trained,
-        weights,
-        out,
-        autoencoder=args.vae or trained.autoencoder,
-        max_shard_bytes=args.max_shard_size,
-    )
+    autoencoder = args.vae or trained.autoencoder
+    return merged + export_weights.write_pipeline(trained, weights, out, autoencoder=autoencoder)
 
 
 @one_line_errors

@@ -33,7 +33,7 @@ DESCRIPTION = (
 EXAMPLES = """\
 examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
-  python -m launch.sample --checkpoint runs/dit_xl2 --label 207
+  python -m launch.sample --checkpoint runs/dit_xl2 --labels 207
   python -m launch.import_weights --from stable-diffusion-xl-base-1.0 --format diffusers --out runs/sdxl
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)

@@ -185,7 +185,6 @@ def build_parser() -> argparse.ArgumentParser:
     file = parser.add_argument_group("files").add_argument
     file("--out", default="samples.png", metavar="FILE", help="the grid: .png, .gif or .mp4 (%(default)s)")
     file("--files", type=Path, metavar="DIR", help="also a file for each sample, and samples.jsonl")
-    file("--clips", choices=("mp4", "gif"), help="files of clips (mp4 where PyAV is installed)")
     file("--save-latents", type=Path, metavar="FILE", help="also the latents, as one .safetensors")
     return parser
 
@@ -372,7 +371,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         folder=args.files,
         keep_latents=args.save_latents is not None,
         fps=generator.fps if args.fps is None else args.fps,
-        clip_ending=default_clip_ending() if args.clips is None else f".{args.clips}",
+        clip_ending=default_clip_ending(),
     )
     references = [request.references for request in requests]
     batch_size = args.batch or generator.batch_size(settings.get("frames"), settings.get("size"), references)

@@ -33,7 +33,6 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the flags for the conditions of samples; see `what_to_draw`."""
     content = parser.add_mutually_exclusive_group()
     content.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
-    content.add_argument("--label", metavar="N", help="one class by name or number")
     content.add_argument(
         "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: those of the run)"
     )
@@ -201,7 +200,7 @@ def what_to_draw(
     prompts = [Prompt(text) for text in args.prompt or ()]
     if args.prompts is not None:
         prompts = read_prompts(args.prompts)
-    labels = args.labels if args.label is None else args.label
+    labels = args.labels
     if labels is None and not (prompts or args.text_embedding) and generator.text_encoder:
         prompts = [Prompt(text) for text in generator.config.sampling.prompts or ()]
     if args.negative_prompt is not None and not (prompts or args.text_embedding):
