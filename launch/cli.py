@@ -197,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     flag(
         "--device",
         metavar="NAME",
+        choices=DEVICES,
         help=f"with --dryrun, also plan the time of a step (docs/planner.md) on one of {', '.join(DEVICES)}",
     )
     switch("--print-config", help="print the complete configuration as YAML")

@@ -209,7 +209,6 @@ def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
 
 def _prompts(args: argparse.Namespace, requests: Sequence[Request]) -> list[str]:
-    """Return the prompt of each request."""
     texts = [request.record.get("prompt") for request in requests]
     if None in texts:
         raise ConfigError(

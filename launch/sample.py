@@ -5,16 +5,16 @@ torchrun, the samples are distributed over the ranks; they do not depend on the 
 """
 
 import argparse
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hints
 
 from torch import Tensor
+from tqdm import tqdm
 
 from dit.backends.device import local_device
 from dit.errors import CheckpointError, ConfigError, one_line_errors
@@ -252,19 +252,6 @@ def read_size(args: argparse.Namespace, generator: "Generator", geometry: Option
     return {"frames": latent[0], "size": latent[1:]}
 
 
-@contextlib.contextmanager
-def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of this rank on a terminal; yields a callback for the batch and the solver step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn(counted(num_samples, "sample")), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=num_batches * num_steps)
-        yield lambda batch, step: bar.update(task, completed=batch * num_steps + step)
-
-
 def run(args: argparse.Namespace) -> None:
     """Draw the samples and write them; for a cascade, those of every stage."""
     pictures = None if args.low_resolution is None else read_pictures(args.low_resolution)
@@ -313,12 +300,11 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
 
     out = Path(args.out)
     check_ending(out, [".png", *CLIP_WRITERS], "--out")
-    if args.save_latents is not None:
-        check_ending(args.save_latents, [".safetensors"], "--save-latents")
     check_writable("--out", out, out.parent)
     if args.files is not None:
         check_writable("--files", args.files, args.files)
     if args.save_latents is not None:
+        check_ending(args.save_latents, [".safetensors"], "--save-latents")
         check_writable("--save-latents", args.save_latents, args.save_latents.parent)
     generator = open_generator(args)
     check_trained(args, generator)
@@ -379,14 +365,14 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     num_steps = args.steps or generator.config.sampling.num_steps
     latent_by_index: dict[int, Tensor] = {}
     started = time.monotonic()
-    with progress_bar(len(requests), num_batches, num_steps) as on_step:
+    with tqdm(desc=counted(len(requests), "sample"), total=num_batches * num_steps, disable=None, leave=False) as bar:
         for indices, latents in draw(
             generator,
             requests,
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
-            on_step=on_step,
+            on_step=lambda batch, step: bar.update(batch * num_steps + step - bar.n),
             **settings,
         ):
             gallery.add(indices, latents, show(latents))

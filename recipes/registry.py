@@ -58,7 +58,6 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """The first line of the docstring."""
         return self.docstring.partition("\n")[0].strip()
 
     @property
@@ -77,7 +76,6 @@ class Entry:
 
     @property
     def section(self) -> str:
-        """The title of its section."""
         if self.is_registered and not re.fullmatch(_MEASURING, self.name):
             return REGISTERED
         return next(title for title, names in SECTIONS.items() if re.fullmatch(names, self.name))

@@ -4,7 +4,6 @@ Other packages add commands (`dit.extensions`), such as `letters` of examples/.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -39,10 +38,9 @@ def _options(args: argparse.Namespace) -> "Options":
     cut = Cut()
     if args.command in WITH_VIDEOS:
         time = 1 if args.vae is None else Geometry.read(args.vae).time
-        multiple = args.frames_multiple_of if time == 1 else math.lcm(args.frames_multiple_of, time)
-        cut = Cut(**_flags(args, "fps", "frames", "clips"), multiple_of=multiple, after_first=time > 1)
+        cut = Cut(**_flags(args, "fps", "frames"), multiple_of=time, after_first=time > 1)
     return Options(
-        **_flags(args, "quality", "vae", "precision", "device", "teacher", "teacher_patch", "batch", "image_format"),
+        **_flags(args, "vae", "precision", "device", "teacher", "teacher_patch", "batch", "image_format"),
         fit=Fit(**_flags(args, "size", "aspect", "multiple_of", "enlarge", "max_cut")),
         cut=cut,
         text_encoder=text_encoder(args),
@@ -151,14 +149,6 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     if command in WITH_VIDEOS:
         parser.add_argument("--fps", type=float, help="frames per second to take (all)")
         parser.add_argument("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
-        parser.add_argument(
-            "--frames-multiple-of",
-            type=int,
-            default=1,
-            metavar="N",
-            help="of a clip, without its first frame if --vae encodes that by itself (%(default)s)",
-        )
-        parser.add_argument("--clips", type=int, metavar="N", help="largest number of clips per video (all)")
     parser.add_argument(
         "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
     )
@@ -181,7 +171,6 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
         default="png",
         help="of stored pixels (%(default)s)",
     )
-    parser.add_argument("--quality", type=int, default=95, metavar="N", help="of jpg, 1 to 100 (%(default)s)")
     parser.add_argument(
         "--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder or hub name)"
     )

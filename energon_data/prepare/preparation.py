@@ -219,8 +219,6 @@ def _plan(command: str, options: Options, samples_per_shard: int, validation: fl
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     if samples_per_shard < 1 or options.batch < 1:
         raise ConfigError("--samples-per-shard and --batch must be at least 1")
-    if not 1 <= options.quality <= 100:
-        raise ConfigError(f"--quality {options.quality} must be between 1 and 100")
     _check_encoders(options)
     return {
         "command": command,
