@@ -31,6 +31,11 @@ def part(target: type, name: str, kind: type[Kind], **settings: Any) -> Callable
     return run.cli.factory(factory, target=target, name=name)
 
 
+def named_recipe(name: str, recipe: Callable[..., run.Partial]) -> Callable[..., run.Partial]:
+    """Register a recipe under a name and return it; its description is the string after the assignment."""
+    return run.cli.factory(recipe, target=pretrain, name=name)
+
+
 def base_run(
     run_dir: str,
     model: run.Config[ModelConfig],

@@ -1,8 +1,7 @@
 """FLUX, Qwen-Image, Stable Diffusion 3, Lumina 2, Z-Image: flow matching on images, most of 1024 px.
 
-Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers. Numbers of GPUs follow from the layout
-and from the memory that `--dryrun` estimates; none of these runs has been made at full size. A sample needs a text; of
-FLUX.1 and Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
+Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers. A sample needs a text; of FLUX.1 and
+Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
 """
 
 import nemo_run as run

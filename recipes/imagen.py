@@ -1,7 +1,7 @@
 """Imagen's UNets on pixels: a base model at 64 px, and super-resolution from 64 to 256 and from 256 to 1024 px.
 
-Sizes and settings are those of NVIDIA NeMo's Imagen; a deviation is named where it is. None of these runs has been made
-at full size here. The data are pictures with embedded captions:
+Sizes and settings are those of NVIDIA NeMo's Imagen; a deviation is named where it is. The data are pictures with
+embedded captions:
 
     python -m energon_data.prepare images PICTURES --text-encoder text=google-t5/t5-11b --out data/imagen_images
 

@@ -1,8 +1,4 @@
-"""Class-conditional models on ImageNet, DiT at 256 px and EDM2's UNet at 512 px: settings that their authors published.
-
-Counts of GPUs follow from the memory that `--dryrun` estimates; none of these runs has been made at full size here.
-More GPUs raise the data-parallel size.
-"""
+"""Class-conditional models on ImageNet, DiT at 256 px and EDM2's UNet at 512 px, with published settings."""
 
 import nemo_run as run
 

@@ -84,9 +84,10 @@ class Entry:
 def read_entries(file: Path, module: str) -> list[Entry]:
     """Return the factories that the file of a module defines, in its order.
 
-    They are functions under `@run.cli.factory(...)`, and assignments of `recipes.base.part` with a string after them.
+    They are functions under `@run.cli.factory(...)`, and assignments of `part` or `named_recipe` of `recipes.base`,
+    each with a string after it.
     """
-    factories, helpers = [], dict[str, str]()
+    factories, helpers = [], {"named_recipe": TRAINING_FUNCTION}
     body = ast.parse(file.read_text(encoding="utf-8"), str(file)).body
     for node, following in zip(body, [*body[1:], ast.Pass()]):
         match node:
