@@ -52,23 +52,16 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data", metavar="DIR", help="a data set folder (data.path)")
-    parser.add_argument("--split", default="train", help="(%(default)s)")
-    parser.add_argument(
-        "--samples", type=int, default=1000, metavar="N", help="samples to read per folder; 0 for all (%(default)s)"
-    )
-    parser.add_argument("--patch", default="1x2x2", metavar="TxHxW", help="the model's patch, for tokens (%(default)s)")
-    parser.add_argument("--pack", type=int, metavar="N", help="tokens of a pack (data.max_tokens_per_pack)")
-    parser.add_argument("--multiple-of", type=int, default=16, metavar="N", help="data.pack_multiple_of (%(default)s)")
-    parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
-    parser.add_argument(
-        "--vae",
-        metavar="NAME",
-        help="decode the latents of the sheet with this autoencoder instead of drawing false colours",
-    )
-    parser.add_argument(
-        "--no-checksums", action="store_true", help="also read samples without checksums (data.require_checksums=False)"
-    )
+    flag = parser.add_argument
+    flag("data", metavar="DIR", help="a data set folder (data.path)")
+    flag("--split", default="train", help="(%(default)s)")
+    flag("--samples", type=int, default=1000, metavar="N", help="samples to read; 0 for all (%(default)s)")
+    flag("--patch", default="1x2x2", metavar="TxHxW", help="the model's patch, for tokens (%(default)s)")
+    flag("--pack", type=int, metavar="N", help="tokens of a pack (data.max_tokens_per_pack)")
+    flag("--multiple-of", type=int, default=16, metavar="N", help="data.pack_multiple_of (%(default)s)")
+    flag("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
+    flag("--vae", metavar="NAME", help="decode the latents of the sheet with this autoencoder, not in false colours")
+    flag("--no-checksums", action="store_true", help="read samples without checksums (data.require_checksums=False)")
     return parser
 
 

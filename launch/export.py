@@ -47,19 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("launch.export", DESCRIPTION, EXAMPLES)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder, or one checkpoint in it")
     parser.add_argument("--raw-weights", action="store_true", help="the raw weights instead of their average (EMA)")
-    parser.add_argument(
-        "--format", required=True, choices=(*FORMATS, PIPELINE, *ADAPTER_FORMATS), help="format to write"
-    )
-    parser.add_argument(
-        "--out",
-        required=True,
-        metavar="PATH",
-        help="new folder (diffusers, pipeline, diffusers-lora), .safetensors (comfyui-lora, dit) or .pt file (dit)",
-    )
-    parser.add_argument("--vae", metavar="PATH", help="autoencoder of a pipeline, if not that of the run's data")
-    parser.add_argument(
-        "--text-encoder", metavar="[ENTRY=]NAME", help="text encoder of a pipeline, if not that of the run's data"
-    )
+    flag = parser.add_argument
+    flag("--format", required=True, choices=(*FORMATS, PIPELINE, *ADAPTER_FORMATS), help="format to write")
+    flag("--out", required=True, metavar="PATH", help="new folder; .safetensors (comfyui-lora, dit) or .pt file (dit)")
+    flag("--vae", metavar="PATH", help="autoencoder of a pipeline, if not that of the run's data")
+    flag("--text-encoder", metavar="[ENTRY=]NAME", help="text encoder of a pipeline, if not that of the run's data")
     return parser
 
 

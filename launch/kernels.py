@@ -22,14 +22,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "launch.kernels", "Print which implementation of each op this machine uses by itself, and why not the others."
     )
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the run (%(default)s)"
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="test the kernels on this GPU first; runs on this machine use those that pass",
-    )
+    flag = parser.add_argument
+    flag("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the run (%(default)s)")
+    flag("--verify", action="store_true", help="test the kernels on this GPU first; runs here use those that pass")
     return parser
 
 

@@ -79,39 +79,22 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     number, count = partial(flag, type=number_in(FINITE), metavar="X"), partial(flag, type=at_least_one, metavar="N")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="DIR", help="run folder, or one checkpoint in it")
-    source.add_argument(
-        "--cascade", nargs="+", metavar="NAME=DIR", help="several: each enlarges the pictures of the previous one"
-    )
+    source.add_argument("--cascade", nargs="+", metavar="NAME=DIR", help="several; each enlarges the previous pictures")
     add_cascade_arguments(parser)
     parser.add_argument("--raw-weights", action="store_true", help="use the raw weights instead of their average (EMA)")
     flag("--solver", choices=SOLVERS, help="integrator of the sampling ODE or SDE")
     count("--steps", help="solver steps")
     flag("--variance", choices=VARIANCES, help="of the noise in each step of --solver ancestral")
     number("--guidance-scale", help="classifier-free guidance; 1 for none")
-    flag(
-        "--guide",
-        metavar="DIR",
-        help="guide with this weaker checkpoint: a smaller model, or an earlier one (autoguidance)",
-    )
-    flag(
-        "--low-noise",
-        metavar="DIR",
-        help="use this checkpoint below --boundary: the second model of a pair that shares the noise levels",
-    )
+    flag("--guide", metavar="DIR", help="guide by this weaker checkpoint, smaller or earlier (autoguidance)")
+    flag("--low-noise", metavar="DIR", help="second model of a pair, used below --boundary")
     number("--boundary", help="time of --low-noise (default: objective.min_time of --checkpoint)")
     number("--low-noise-guidance-scale", help="of --low-noise (default: that of --checkpoint)")
     number("--guidance-rescale", help="keep the contrast of this share of a guided prediction, 0 to 1")
-    flag(
-        "--guidance-norm",
-        action=argparse.BooleanOptionalAction,
-        help="keep the norm of each token of a guided prediction (Qwen-Image)",
-    )
-    number(
-        "--guidance-interval",
-        nargs=2,
-        metavar=("LOW", "HIGH"),
-        help="guide only at noise levels (sigma / alpha) from LOW to HIGH",
-    )
+    switch = partial(flag, action=argparse.BooleanOptionalAction)
+    switch("--guidance-norm", help="keep the norm of each token of a guided prediction (Qwen-Image)")
+    ends = ("LOW", "HIGH")
+    number("--guidance-interval", nargs=2, metavar=ends, help="guide only at sigma / alpha from LOW to HIGH")
     number(
         "--churn",
         nargs=4,
@@ -145,11 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         "(default: those of the largest sample trained on)",
     )
     count("--frames", help="of each sample, 1 for a still; counted as --size (default: the longest clip's)")
-    flag(
-        "--vae",
-        metavar="PATH",
-        help="autoencoder that decodes latents, a diffusers folder or hub name (default: the one the data set names)",
-    )
+    flag("--vae", metavar="PATH", help="autoencoder, a diffusers folder or hub name (default: that of the data set)")
     picture("--init", help="start from this picture instead of noise alone (image to image)")
     picture("--first-frame", help="start clips with this picture (image to video; train with data.clean_first_frame)")
     picture(
@@ -167,17 +146,10 @@ def build_parser() -> argparse.ArgumentParser:
         "data.references)",
     )
     flag(
-        "--reference-aspect",
-        choices=ASPECTS,
-        help="--aspect of energon_data.prepare, by which references are cropped (default: that of the training data, "
-        "keep if unknown)",
+        "--reference-aspect", choices=ASPECTS, help="--aspect of their preparation (default: that of the data, or keep)"
     )
-    picture(
-        "--control",
-        nargs="+",
-        default=[],
-        help="follow this depth, edges or pose, or one for each prompt (train with model.control_channels)",
-    )
+    control = "follow this depth, edges or pose, or one for each prompt (train with model.control_channels)"
+    picture("--control", nargs="+", default=[], help=control)
     flag("--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)")
     picture("--low-resolution", metavar="FILE", help="pictures that the model or first stage enlarges, as .npy")
     count("--batch", help="samples at a time (default: by their tokens)")

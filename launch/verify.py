@@ -65,15 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("launch.verify", DESCRIPTION, EXAMPLES)
     parser.add_argument("-f", "--factory", metavar="RECIPE", help="recipe, as launch.train takes it")
     parser.add_argument("--yaml", metavar="FILE", help="a saved configuration, or a run folder, instead")
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks; default: the fewest that the layout needs, at least 2"
-    )
-    parser.add_argument(
-        "--explain", action="store_true", help="print over what the real model's parameters are split and reduced"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="settings of the run, such as parallel.*"
-    )
+    flag = parser.add_argument
+    flag("--world-size", type=int, metavar="N", help="ranks (default: the fewest that the layout needs, at least 2)")
+    flag("--explain", action="store_true", help="print over what the real model's parameters are split and reduced")
+    flag("overrides", nargs="*", metavar="key.path=value", help="settings of the run, such as parallel.*")
     return parser
 
 
