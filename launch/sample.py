@@ -59,16 +59,13 @@ EXAMPLES = """\
 examples
   python -m launch.sample --checkpoint runs/letters_dit                       every class once, samples.png
   python -m launch.sample --checkpoint runs/letters_dit --labels H,E,L,L,O --columns 5 --out hello.png
-  python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold serif font" --out q.png
   python -m launch.sample --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left fast" --out q.gif
   python -m launch.sample --checkpoint RUN --prompts prompts.txt --size 512x768 --vae VAE --files pictures
   python -m launch.sample --cascade base=RUN_64 sr256=RUN_256 --stage sr256 steps=20 --prompt "a red kite"
   python -m launch.sample --checkpoint RUN --prompt "a red train" --init sketch.png --strength 0.6
-  python -m launch.sample --checkpoint RUN --prompt "waves at a beach" --first-frame beach.png --out waves.mp4
   python -m launch.sample --checkpoint runs/letters_edit --reference q.png --prompt "make it bold" --out bold.png
   python -m launch.sample --checkpoint RUN --inpaint street.png mask.png --prompt "a red train" --out train.png
   python -m launch.sample --checkpoint HIGH --low-noise LOW --prompt "a red train" --out train.mp4
-  python -m launch.sample --checkpoint RUN/checkpoints/iter_0100000 --guide RUN/checkpoints/iter_0020000
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
 

@@ -22,12 +22,8 @@ def _imagenet(
     """Return the published training setting of DiT at patch 2, which other recipes change, on `data/imagenet_DATA`.
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
-    no clipping, EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations:
-    the network predicts the noise only, the original also learns the variance. A latent is the mean of the VAE's
-    distribution, the original draws from the distribution in every step. Pictures are not flipped at random, because
-    the latent of a mirrored picture is not the mirrored latent. The original flips with probability 0.5, which needs
-    every picture twice in the data, encoded as it is and mirrored (energon_data/README.md). Samples are drawn by 50
-    steps of DDIM, guided in all channels; the original draws them by 250 ancestral steps, guided in three of four.
+    no clipping, EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. For
+    deviations see `dit_s2_imagenet`.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
     """
@@ -47,10 +43,11 @@ def _imagenet(
 def dit_s2_imagenet() -> run.Partial:
     """DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
 
-    Deviations of all four sizes: noise prediction without the learned variance; latents that are the mean of the VAE's
-    distribution; random flips only if the data hold every picture twice, encoded as it is and mirrored; samples by 50
-    steps of DDIM, guided in all channels. The smallest published size; the paper reports FID 68.4 after 400 k steps
-    without guidance.
+    The smallest published size; the paper reports FID 68.4 after 400 k steps without guidance. Deviations of all four
+    sizes: noise prediction without the learned variance; latents that are the mean of the VAE's distribution, from
+    which the original draws in every step; random flips, which the original makes with probability 0.5, only if the
+    data hold every picture twice, encoded as it is and mirrored; samples by 50 steps of DDIM, guided in all channels
+    (original: 250 ancestral steps, guided in three of four).
     """
     return _imagenet("dit_s2_imagenet", dit_s())
 

@@ -45,7 +45,7 @@ def _options(args: argparse.Namespace) -> "Options":
         fit=Fit(**_flags(args, "size", "aspect", "multiple_of", "enlarge", "max_cut")),
         cut=cut,
         text_encoder=text_encoder(args),
-        wording=Wording(default=args.caption, **_flags(args, "prefix", "suffix", "tag_orders", "keep_tags")),
+        wording=Wording(default=args.caption, **_flags(args, "prefix", "tag_orders", "keep_tags")),
     )
 
 
@@ -119,7 +119,6 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     flag("--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead")
     flag("--caption", metavar="TEXT", help="of every file without a caption")
     flag("--caption-prefix", dest="prefix", default="", metavar="TEXT", help="before every caption")
-    flag("--caption-suffix", dest="suffix", default="", metavar="TEXT", help="after every caption")
     orders = "store N orders of the comma-separated tags of a caption; training draws one at each reading"
     flag("--shuffle-tags", dest="tag_orders", type=int, default=1, metavar="N", help=orders)
     flag("--keep-tags", type=int, default=0, metavar="N", help="first tags that are not shuffled")
