@@ -148,7 +148,8 @@ class EnergonData(ReaderSettings):
                     f"{info.path} has text embeddings of width {width} (of {info.description.get('text_encoder')}), "
                     f"model.context_size is {text.shape[0]}; {text.cure_of_width(width)}"
                 )
-            if (contents := _contents(info)) is not None:
+            contents = Contents.read(info.path) if info.description.get("shapes") else None
+            if contents is not None:
                 if not spec.orders_frames:
                     self._check_stills(contents, spec, info.path)
                 self._check_frames(contents, spec, info.path)
@@ -483,11 +484,6 @@ class EnergonData(ReaderSettings):
         if any(value != values[0] for value in values):
             raise DataError(f"the members of {self.origin} differ in {name}: {entries}; {why}")
         return values[0] if values else None
-
-
-def _contents(info: SplitInfo) -> Optional[Contents]:
-    """Return the description of a folder; None if `dataset.json` does not have the shapes of the samples."""
-    return Contents.read(info.path) if info.description.get("shapes") else None
 
 
 def _common_divisors(numbers: list[int]) -> list[int]:

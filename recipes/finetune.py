@@ -263,7 +263,7 @@ def finetune_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_me
     return _fit(_with_lora(_on_base("finetune_lora", base), rank=16), gpus, gpu_memory)
 
 
-def _train(name: str, base: Optional[str], lora: bool, gpus: Optional[int], gpu_memory: int) -> run.Partial:
+def _published(name: str, base: Optional[str], lora: bool, gpus: Optional[int], gpu_memory: int) -> run.Partial:
     """Return the training of a published model: of all weights, or of adapters of rank 16."""
     published = PUBLISHED[name]
     recipe = _on_base(f"finetune_{name}{'_lora' * lora}", base, published)
@@ -273,13 +273,13 @@ def _train(name: str, base: Optional[str], lora: bool, gpus: Optional[int], gpu_
     return recipe
 
 
-def _published(name: str, gpus: int, gpu_memory: int = 80) -> Callable[..., run.Partial]:
+def _recipe_of(name: str, gpus: int, gpu_memory: int = 80) -> Callable[..., run.Partial]:
     """Return the recipe of a published model, by default on the GPUs that a training of all weights needs."""
 
     def recipe(
         base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = gpus, gpu_memory: int = gpu_memory
     ) -> run.Partial:
-        return _train(name, base, lora, gpus, gpu_memory)
+        return _published(name, base, lora, gpus, gpu_memory)
 
     return recipe
 
@@ -297,10 +297,10 @@ def finetune_flux2_klein(
     `lora=True`: adapters of rank 16, also on one 24 GB GPU (`gpu_memory=24`), as all recipes of published models.
     `size="9b"`: the model of 9.08 B in `models/flux2-klein-9b`, of which 8 GPUs train all weights.
     """
-    return _train(f"flux2_klein_{size}", base, lora, gpus, gpu_memory)
+    return _published(f"flux2_klein_{size}", base, lora, gpus, gpu_memory)
 
 
-finetune_qwen_image = named_recipe("finetune_qwen_image", _published("qwen_image", gpus=8))
+finetune_qwen_image = named_recipe("finetune_qwen_image", _recipe_of("qwen_image", gpus=8))
 """Qwen-Image (20.43 B) in the pipeline `models/qwen-image`, all weights: 8 x 80 GB.
 
 `lora=True`: adapters of rank 16, also on one 80 GB GPU. Guided samples keep the norm of the conditional ones.
@@ -316,20 +316,20 @@ def finetune_qwen_image_edit(
     `lora=True`: adapters of rank 16, also on one 80 GB GPU. Data of `prepare --reference`; texts are read with the
     picture to edit and never dropped. Qwen-Image-Edit and -2509: `base`, or `model.clean_reference_time=False`.
     """
-    recipe = _train("qwen_image_edit", base, lora, gpus, gpu_memory)
+    recipe = _published("qwen_image_edit", base, lora, gpus, gpu_memory)
     # The unconditional text is read with the picture, too, and the data do not have it.
     recipe.model.context_dropout = 0.0
     return recipe
 
 
-finetune_wan22_ti2v = named_recipe("finetune_wan22_ti2v", _published("wan22_ti2v", gpus=8))
+finetune_wan22_ti2v = named_recipe("finetune_wan22_ti2v", _recipe_of("wan22_ti2v", gpus=8))
 """Wan 2.2 TI2V 5B (5.00 B) in the pipeline `models/wan22-ti2v`, all weights: 8 x 80 GB.
 
 `lora=True`: adapters of rank 16, also on one 24 GB GPU. The first frame of half of the clips is clean: one model
 draws clips from a text, and from a text and a picture.
 """
 
-finetune_sdxl = named_recipe("finetune_sdxl", _published("sdxl", gpus=1))
+finetune_sdxl = named_recipe("finetune_sdxl", _recipe_of("sdxl", gpus=1))
 """Stable Diffusion XL (2.57 B) in the pipeline `models/sdxl`, all weights: one 80 GB GPU.
 
 `lora=True`: adapters of rank 16, also on one 24 GB GPU. The network predicts the noise, and reads sizes and crop
@@ -350,41 +350,41 @@ def finetune_sd35(
     `lora=True`: adapters of rank 16, also on one 24 GB GPU. `size="medium"`: the model of 2.24 B in
     `models/sd35-medium`.
     """
-    return _train(f"sd35_{size}", base, lora, gpus, gpu_memory)
+    return _published(f"sd35_{size}", base, lora, gpus, gpu_memory)
 
 
-finetune_z_image = named_recipe("finetune_z_image", _published("z_image", gpus=8))
+finetune_z_image = named_recipe("finetune_z_image", _recipe_of("z_image", gpus=8))
 """Z-Image (6.15 B) in the pipeline `models/z-image`, all weights: 8 x 80 GB.
 
 `lora=True`: adapters of rank 16, also on one 24 GB GPU. Text and image of a sample are extended to multiples of 32
 tokens inside the network.
 """
 
-finetune_lumina2 = named_recipe("finetune_lumina2", _published("lumina2", gpus=1))
+finetune_lumina2 = named_recipe("finetune_lumina2", _recipe_of("lumina2", gpus=1))
 """Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2`, all weights: one 80 GB GPU.
 
 `lora=True`: adapters of rank 16, also on one 24 GB GPU.
 """
 
-finetune_prx = named_recipe("finetune_prx", _published("prx", gpus=1, gpu_memory=24))
+finetune_prx = named_recipe("finetune_prx", _recipe_of("prx", gpus=1, gpu_memory=24))
 """PRX (1.17 B) in the pipeline `models/prx`, all weights: one 24 GB GPU.
 
 `lora=True`: adapters of rank 16. Average and moments are in host memory.
 """
 
-finetune_sana = named_recipe("finetune_sana", _published("sana", gpus=1))
+finetune_sana = named_recipe("finetune_sana", _recipe_of("sana", gpus=1))
 """SANA 1.6B (1.60 B) in the pipeline `models/sana`, all weights: one 80 GB GPU.
 
 `lora=True`: adapters of rank 16, also on one 24 GB GPU.
 """
 
-finetune_chroma = named_recipe("finetune_chroma", _published("chroma", gpus=8))
+finetune_chroma = named_recipe("finetune_chroma", _recipe_of("chroma", gpus=8))
 """Chroma (8.90 B) in the pipeline `models/chroma`, all weights: 8 x 80 GB.
 
 `lora=True`: adapters of rank 16, also on one 24 GB GPU.
 """
 
-finetune_hunyuan_video = named_recipe("finetune_hunyuan_video", _published("hunyuan_video", gpus=8))
+finetune_hunyuan_video = named_recipe("finetune_hunyuan_video", _recipe_of("hunyuan_video", gpus=8))
 """HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`, all weights: 8 x 80 GB.
 
 `lora=True`: adapters of rank 16, also on one 80 GB GPU. FSDP leaves room for the activations of a clip of 121

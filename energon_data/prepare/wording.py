@@ -48,7 +48,8 @@ class Wording:
             captions = () if self.default is None else (self.default,)
         if captions and self.tag_orders > 1:
             captions = self._shuffled(captions[0], name)
-        return tuple(self._framed(caption) for caption in captions)
+        space = " " if self.prefix and not self.prefix[-1].isspace() else ""
+        return tuple(f"{self.prefix}{space}{caption}" for caption in captions)
 
     def _shuffled(self, caption: str, name: str) -> list[str]:
         """Return a caption unchanged, and with its tags in other orders, all different."""
@@ -60,7 +61,3 @@ class Wording:
             order.shuffle(moving)
             captions.setdefault(tuple(moving), ", ".join([*fixed, *moving]))
         return list(captions.values())
-
-    def _framed(self, caption: str) -> str:
-        before = f"{self.prefix} " if self.prefix and not self.prefix[-1].isspace() else self.prefix
-        return f"{before}{caption}"
