@@ -126,25 +126,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     count("--frames", help="of each sample, 1 for a still; counted as --size (default: the longest clip's)")
     flag("--vae", metavar="PATH", help="autoencoder, a diffusers folder or hub name (default: that of the data set)")
-    picture("--init", help="start from this picture instead of noise alone (image to image)")
-    picture("--first-frame", help="start clips with this picture (image to video; train with data.clean_first_frame)")
-    picture(
-        "--inpaint",
-        nargs=2,
-        metavar=("PICTURE", "MASK"),
-        help="draw the white region of the mask, and keep the other pixels of the picture (train with data.inpaint)",
-    )
-    picture(
-        "--reference",
-        action="append",
-        nargs="+",
-        default=[],
-        help="edit this picture, or compose several, as the prompt says; repeat it for each prompt (train with "
-        "data.references)",
-    )
-    flag(
-        "--reference-aspect", choices=ASPECTS, help="--aspect of their preparation (default: that of the data, or keep)"
-    )
+    start = partial(parser.add_mutually_exclusive_group().add_argument, type=Path, metavar="PICTURE")
+    start("--init", help="start from this picture instead of noise alone (image to image)")
+    start("--first-frame", help="start clips with this picture (image to video; train with data.clean_first_frame)")
+    inpaint = "draw the white region of the mask, and keep the other pixels of the picture (train with data.inpaint)"
+    start("--inpaint", nargs=2, metavar=("PICTURE", "MASK"), help=inpaint)
+    edit = "edit this picture, or compose several; repeat it for each prompt (train with data.references)"
+    picture("--reference", action="append", nargs="+", default=[], help=edit)
+    aspect = "--aspect of energon_data.prepare, by which references are cropped (default: that of the data, or keep)"
+    flag("--reference-aspect", choices=ASPECTS, help=aspect)
     control = "follow this depth, edges or pose, or one for each prompt (train with model.control_channels)"
     picture("--control", nargs="+", default=[], help=control)
     flag("--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)")
@@ -300,13 +290,9 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         init = {"init": str(args.init), "strength": strength}
     still = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
     if args.first_frame is not None:
-        if args.init is not None:
-            raise ConfigError("--init starts stills and --first-frame clips; give one of them")
         settings |= {"first_frame": read_initial(args.first_frame, still, channels, decode, "--first-frame")}
         init = {"first_frame": str(args.first_frame)}
     if args.inpaint is not None:
-        if args.init is not None or args.first_frame is not None:
-            raise ConfigError("--inpaint keeps a part of a picture, --init and --first-frame begin with one; give one")
         inpainting, restore = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
         settings |= inpainting
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: restore(decode(latents))

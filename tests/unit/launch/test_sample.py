@@ -185,8 +185,9 @@ def test_a_picture_is_generated_only_inside_the_mask(generator, tmp_path, capsys
         assert (drawn[mask[..., 0] == 0] == pixels[mask[..., 0] == 0]).all()
         assert (drawn[mask[..., 0] > 0] == 0).all()
     assert json.loads((tmp_path / "files" / "samples.jsonl").read_text().splitlines()[0])["inpaint"] == flags[3:]
-    assert draw(tmp_path, *flags, "--init", str(tmp_path / "picture.png")) == 2
-    assert "--inpaint keeps a part of a picture, --init and --first-frame begin with one" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        draw(tmp_path, *flags, "--init", str(tmp_path / "picture.png"))
+    assert "argument --init: not allowed with argument --inpaint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
