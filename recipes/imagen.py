@@ -8,6 +8,8 @@ embedded captions:
 A super-resolution model makes its small picture from the large one while it reads.
 """
 
+from typing import Any
+
 import nemo_run as run
 
 from dit.models.base import ModelConfig
@@ -99,6 +101,12 @@ def _super_resolution(
     return recipe
 
 
+def _tiny(kind: type[ModelConfig], **settings: Any) -> run.Config[ModelConfig]:
+    """Return a UNet with 32 and 64 channels."""
+    levels = {"channel_multipliers": [1, 2], "num_res_blocks": [1, 1], "attention_levels": [1]}
+    return run.Config(kind, hidden_size=32, context_size=32, head_size=16, norm_num_groups=8, **levels, **settings)
+
+
 @run.cli.factory(target=pretrain)
 def tiny_imagen() -> run.Partial:
     """Imagen's regular UNet with 32 and 64 channels, 16 px, texts: any machine.
@@ -106,17 +114,7 @@ def tiny_imagen() -> run.Partial:
     Both levels of the size, fused attention at the lower one; 20 steps, in which the loss falls by a third or more.
     """
     recipe = imagen_500m_res_64()
-    recipe.model = run.Config(
-        UNetConfig,
-        hidden_size=32,
-        channel_multipliers=[1, 2],
-        num_res_blocks=[1, 1],
-        attention_levels=[1],
-        condition_size=32,
-        context_size=32,
-        head_size=16,
-        norm_num_groups=8,
-    )
+    recipe.model = _tiny(UNetConfig, condition_size=32)
     return _in_seconds(recipe, "tiny_imagen")
 
 
@@ -127,17 +125,7 @@ def tiny_imagen_sr() -> run.Partial:
     The small picture is made from the large one and noised at a separate level; 20 steps, in which the loss falls.
     """
     recipe = imagen_600m_res_256()
-    recipe.model = run.Config(
-        EfficientUNetConfig,
-        hidden_size=32,
-        channel_multipliers=[1, 2],
-        num_res_blocks=[1, 1],
-        attention_levels=[1],
-        context_size=32,
-        head_size=16,
-        norm_num_groups=8,
-        noise_augmentation=True,
-    )
+    recipe.model = _tiny(EfficientUNetConfig, noise_augmentation=True)
     return _in_seconds(recipe, "tiny_imagen_sr")
 
 
