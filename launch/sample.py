@@ -92,18 +92,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     switch("--guidance-norm", help="keep the norm of each token of a guided prediction (Qwen-Image)")
     ends = ("LOW", "HIGH")
     number("--guidance-interval", nargs=2, metavar=ends, help="guide only at sigma / alpha from LOW to HIGH")
-    number(
-        "--churn",
-        nargs=4,
-        metavar=("TOTAL", "LOW", "HIGH", "STD"),
-        help="noise before the steps of --solver heun, for EDM, at sigma from LOW to HIGH, such as 40 0.05 50 1.003",
-    )
+    churn = "noise before the steps of --solver heun, for EDM, at sigma from LOW to HIGH, such as 40 0.05 50 1.003"
+    number("--churn", nargs=4, metavar=("TOTAL", "LOW", "HIGH", "STD"), help=churn)
     count("--guidance-channels", help="guide the first N channels of a latent only")
     flag("--thresholding", choices=THRESHOLDINGS, help="of the clean estimate at every step, for models of pixels")
     count(
         "--tile",
-        help="draw samples larger than those trained on in overlapping tiles of this side, the side of training; "
-        "positions of a latent, pixels of a model of pixels (default: at once)",
+        help="draw large samples in tiles of this side, that of training, in positions of a latent (or pixels)",
     )
     flag("--tile-overlap", type=number_in(COUNT_OR_ZERO), metavar="N", help="of neighbours (a quarter of a tile)")
     flag("--seed", type=number_in(SEED), metavar="N", help="addresses the initial noise")
@@ -117,13 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_request_arguments(parser)
     flag = parser.add_argument
     picture, count = partial(flag, type=Path, metavar="PICTURE"), partial(flag, type=at_least_one, metavar="N")
-    flag(
-        "--size",
-        type=height_and_width,
-        metavar="HxW",
-        help="height and width of each sample: pixels, but positions of a latent where nothing decodes it "
-        "(default: those of the largest sample trained on)",
-    )
+    size = "pixels of a sample, or positions of a latent that nothing decodes (default: the largest sample trained on)"
+    flag("--size", type=height_and_width, metavar="HxW", help=size)
     count("--frames", help="of each sample, 1 for a still; counted as --size (default: the longest clip's)")
     flag("--vae", metavar="PATH", help="autoencoder, a diffusers folder or hub name (default: that of the data set)")
     start = partial(parser.add_mutually_exclusive_group().add_argument, type=Path, metavar="PICTURE")
