@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> list[str]:
         of_files: Sequence[str] = ()
     else:
         check_single(source)
-        network, (_, tensors) = read_network(source), read_diffusers(network_folder(source))
+        (_, tensors), network = read_diffusers(network_folder(source)), read_network(source)
         trained, rules, recorded, of_files = (
             network.trained,
             network.rules(network.model),

@@ -294,8 +294,8 @@ def test_a_flag_precedes_the_record_which_precedes_the_publication(tmp_path):
     own = import_weights.read_objective("edm(sigma_data=1.0)")
     found = {}
     for source, given in ((plain, None), (recorded, None), (plain, own), (recorded, own), (recorded, FlowMatching())):
-        trained, _, _, recorded = import_weights.read_original(source, args)
-        trained, notes = import_weights.settle(trained, given, recorded=recorded)
+        trained, _, _, is_recorded = import_weights.read_original(source, args)
+        trained, notes = import_weights.settle(trained, given, recorded=is_recorded)
         found[source.stem, given is own, given is None] = trained.objective, dict(trained.sampling), notes[0]
     published = DDPM(schedule="linear", discrete_steps=1000)
     assert found["plain", False, True][:2] == (
