@@ -148,8 +148,7 @@ class EnergonData(ReaderSettings):
                     f"{info.path} has text embeddings of width {width} (of {info.description.get('text_encoder')}), "
                     f"model.context_size is {text.shape[0]}; {text.cure_of_width(width)}"
                 )
-            contents = Contents.read(info.path) if info.description.get("shapes") else None
-            if contents is not None:
+            if info.description.get("shapes") and (contents := Contents.read(info.path)):
                 if not spec.orders_frames:
                     self._check_stills(contents, spec, info.path)
                 self._check_frames(contents, spec, info.path)

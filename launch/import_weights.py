@@ -7,7 +7,7 @@ import argparse
 import ast
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -79,36 +79,23 @@ def run(args: argparse.Namespace) -> list[str]:
     environment.prepare(quiet=True)
     if args.format == LORA:
         return write_adapter_run(source, args)
-    from dit.checkpoint.diffusers_folder import read_network
     from dit.convert.original_dit import drop_variance
-    from dit.convert.pipeline_import import check_single, network_folder
-    from dit.convert.state_files import read_diffusers
     from dit.encoders.text_config import check_text_encoder
 
     objective = None if args.objective is None else read_objective(args.objective)
-    if args.format == "dit":
-        trained, rules, tensors, recorded = read_original(source, args)
-        of_files: Sequence[str] = ()
-    else:
-        check_single(source)
-        (_, tensors), network = read_diffusers(network_folder(source)), read_network(source)
-        trained, rules, recorded, of_files = (
-            network.trained,
-            network.rules(network.model),
-            network.recorded,
-            network.notes,
-        )
-    weights = rules.from_external(tensors)
+    content = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
+    weights = content.rules.from_external(content.tensors)
     if args.drop_variance:
-        trained, weights = drop_variance(trained, weights)
-    trained, notes = settle(trained, objective, recorded=recorded)
+        mean, weights = drop_variance(content.trained, weights)
+        content = replace(content, trained=mean)
+    trained, notes = settle(content, objective)
     if args.text_encoder is not None:
         trained = replace(trained, text_encoder=check_text_encoder(",".join(args.text_encoder)).recorded)
     elif trained.text_encoder is None and any(c.null == "empty text" for c in trained.model.conditions()):
         notes.append("guidance needs the embedding of the empty text: give --text-encoder, or sample without guidance")
     write_run(args, weights, trained)
-    zeros = [f"{name} is imported as zeros: {why}" for name, why in rules.unmatched.items()]
-    return [*trained.notes, *zeros, *of_files, *notes]
+    zeros = [f"{name} is imported as zeros: {why}" for name, why in content.rules.unmatched.items()]
+    return [*trained.notes, *zeros, *content.notes, *notes]
 
 
 def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
@@ -160,21 +147,31 @@ def write_run(
         write_imported(Path(args.out), weights, trained, sampling, origin, base=base)
 
 
-def settle(
-    trained: "TrainedModel", objective: Optional["Objective"], *, recorded: bool
-) -> tuple["TrainedModel", list[str]]:
-    """Return the model with its objective, and notes on the source of the metadata.
+@dataclass(frozen=True)
+class Content:
+    """The content of the imported files.
 
-    Args:
-        recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing is
-            assumed.
+    Attributes:
+        recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing
+            is assumed.
     """
-    origin = "recorded with the weights" if recorded else "that of the published weights of this class"
+
+    trained: "TrainedModel"
+    rules: "RuleBook"
+    tensors: dict[str, "Tensor"]
+    recorded: bool
+    notes: Sequence[str] = ()
+
+
+def settle(content: Content, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
+    """Return the model with its objective, and notes on the source of the metadata."""
+    trained = content.trained
+    origin = "recorded with the weights" if content.recorded else "that of the published weights of this class"
     notes = []
     if objective is None:
-        verb = "read" if recorded else "assumed"
+        verb = "read" if content.recorded else "assumed"
         notes.append(f"{verb} objective: {trained.objective} ({origin})")
-        if not recorded:
+        if not content.recorded:
             notes[-1] += "; give --objective if these were trained with another"
     elif objective != trained.objective:
         notes.append(f"--objective: {objective} is used, not {trained.objective} ({origin})")
@@ -204,10 +201,8 @@ def read_objective(text: str) -> "Objective":
     return objective_of({"name": call.func.id, **settings})
 
 
-def read_original(
-    source: Path, args: argparse.Namespace
-) -> tuple["TrainedModel", "RuleBook", dict[str, "Tensor"], bool]:
-    """Return model, rules and tensors of a state dict of facebookresearch/DiT, and whether it records the model."""
+def read_original(source: Path, args: argparse.Namespace) -> Content:
+    """Read a state dict of facebookresearch/DiT."""
     from dit.convert.original_dit import read_sizes
     from dit.convert.run_record import METADATA_KEY, read_json_record
     from dit.convert.state_files import read_metadata, read_tensors
@@ -227,7 +222,21 @@ def read_original(
             raise ConfigError(
                 f"--num-attention-heads {args.num_attention_heads}: {source} records {heads}; leave the flag out"
             )
-    return trained, original_rules(trained.model, trained.latent_size), tensors, record is not None
+    return Content(trained, original_rules(trained.model, trained.latent_size), tensors, record is not None)
+
+
+def read_diffusers_folder(source: Path) -> Content:
+    """Read a folder in the diffusers layout: of a network, or of a pipeline."""
+    from dit.checkpoint.diffusers_folder import read_network
+    from dit.convert.pipeline_import import check_single, network_folder
+    from dit.convert.state_files import read_diffusers
+
+    check_single(source)
+    _, tensors = read_diffusers(network_folder(source))
+    network = read_network(source)
+    trained = network.trained
+    rules = network.rules(trained.model)
+    return Content(trained, rules, tensors, network.recorded, network.notes)
 
 
 @one_line_errors

@@ -294,8 +294,7 @@ def test_a_flag_precedes_the_record_which_precedes_the_publication(tmp_path):
     own = import_weights.read_objective("edm(sigma_data=1.0)")
     found = {}
     for source, given in ((plain, None), (recorded, None), (plain, own), (recorded, own), (recorded, FlowMatching())):
-        trained, _, _, is_recorded = import_weights.read_original(source, args)
-        trained, notes = import_weights.settle(trained, given, recorded=is_recorded)
+        trained, notes = import_weights.settle(import_weights.read_original(source, args), given)
         found[source.stem, given is own, given is None] = trained.objective, dict(trained.sampling), notes[0]
     published = DDPM(schedule="linear", discrete_steps=1000)
     assert found["plain", False, True][:2] == (
@@ -318,8 +317,7 @@ def test_weights_with_a_variance_are_imported_as_trained_with_one(tmp_path):
     """Objective and model match, so training can continue; sampling follows the authors' `sample.py`."""
     save_file(random_state(**{**SIZES, "out_channels": 8}), tmp_path / "sigma.safetensors")
     args = argparse.Namespace(num_attention_heads=4)
-    trained, _, _, recorded = import_weights.read_original(tmp_path / "sigma.safetensors", args)
-    trained, _ = import_weights.settle(trained, None, recorded=recorded)
+    trained, _ = import_weights.settle(import_weights.read_original(tmp_path / "sigma.safetensors", args), None)
     assert trained.objective == DDPM(schedule="linear", discrete_steps=1000, variance=LearnedVariance())
     check_outputs(trained.objective, trained.model)
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
