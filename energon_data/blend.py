@@ -123,7 +123,6 @@ class StagedSource:
         return item
 
     def state(self) -> Position:
-        """Return the number of items, and the state of the stage."""
         state, offset = self._open().state()
         return Position({"delivered": self._num_items, "ends": list(self._ends), "stage": state}, offset)
 
@@ -156,7 +155,6 @@ class StagedSource:
         self._open().load(state["stage"])
 
     def close(self) -> None:
-        """Close the open stage."""
         if self._source is not None:
             self._source.close()
         self._source = None

@@ -32,12 +32,12 @@ class Contents:
     is_latent: bool
     context_size: Optional[int]
     text_encoder: Optional[str] = None
-    num_classes: int
-    captions: tuple[str, ...]
+    num_classes: int = 0
+    captions: tuple[str, ...] = ()
     most_references: int = 0
     reference_shapes: tuple[Shape, ...] = ()
-    num_train: Optional[int]
-    num_held_out: Optional[int]
+    num_train: Optional[int] = None
+    num_held_out: Optional[int] = None
 
     def largest_grids(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
         """Return (t, h, w) in patches of the largest sample, and of each reference that a sample may have."""

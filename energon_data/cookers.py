@@ -211,7 +211,6 @@ def _without_values(pixels: Tensor, vae: Geometry) -> Tensor:
 
 
 def _check_unchanged(name: str, change: Optional[Callable[[Tensor], Tensor]]) -> None:
-    """Check that the settings do not change a stored array."""
     if change is not None:
         raise SampleError(
             "not_pixels",

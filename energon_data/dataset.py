@@ -148,7 +148,7 @@ class EnergonData(ReaderSettings):
                     f"{info.path} has text embeddings of width {width} (of {info.description.get('text_encoder')}), "
                     f"model.context_size is {text.shape[0]}; {text.cure_of_width(width)}"
                 )
-            if (contents := _contents(info)) is not None:
+            if info.description.get("shapes") and (contents := Contents.read(info.path)):
                 if not spec.orders_frames:
                     self._check_stills(contents, spec, info.path)
                 self._check_frames(contents, spec, info.path)
@@ -216,7 +216,6 @@ class EnergonData(ReaderSettings):
 
     @property
     def _may_drop(self) -> bool:
-        """True if settings may drop samples of some sizes or lengths."""
         limits = self.min_side, self.max_side, self.max_aspect_ratio, self.min_seconds, self.max_seconds
         return bool(self.max_lost_samples) or any(limit is not None for limit in limits)
 
@@ -262,7 +261,6 @@ class EnergonData(ReaderSettings):
         return [] if self.blend is None else read_blend(self.blend, self.blend_steps or [])
 
     def validate_held_out(self, otherwise: str = WITHOUT_HELD_OUT) -> None:
-        """Check the held-out split of all folders."""
         self.folders(self.validation_split, otherwise)
 
     def folders(self, split: str, otherwise: str = WITHOUT_HELD_OUT) -> list[SplitInfo]:
@@ -448,11 +446,9 @@ class EnergonData(ReaderSettings):
         return stored | set(check_text_encoder(self.online_text_encoder).widths)
 
     def class_names(self) -> Optional[list[str]]:
-        """Return the class names that `dataset.json` lists, or None."""
         return self._agreed("class_names", "a label must have one meaning")
 
     def text_encoder(self) -> Optional[str]:
-        """Return the text encoders: the online ones, or those in `dataset.json`, or None."""
         if self.online_text_encoder is not None:
             return check_text_encoder(self.online_text_encoder).recorded
         return self._agreed("text_encoder", "the model needs embeddings of one encoder")
@@ -473,7 +469,6 @@ class EnergonData(ReaderSettings):
         return aspects.pop() if len(aspects) == 1 else None
 
     def autoencoder(self) -> Optional[str]:
-        """Return the online autoencoder, or the `vae` in `dataset.json`, or None."""
         if self.online_vae is not None:
             return self.online_vae
         return self._agreed(
@@ -488,11 +483,6 @@ class EnergonData(ReaderSettings):
         if any(value != values[0] for value in values):
             raise DataError(f"the members of {self.origin} differ in {name}: {entries}; {why}")
         return values[0] if values else None
-
-
-def _contents(info: SplitInfo) -> Optional[Contents]:
-    """Return the description of a folder; None if `dataset.json` does not have the shapes of the samples."""
-    return Contents.read(info.path) if info.description.get("shapes") else None
 
 
 def _common_divisors(numbers: list[int]) -> list[int]:

@@ -196,7 +196,6 @@ class EnergonSource:
             )
 
     def close(self) -> None:
-        """Stop reading, and close the shards."""
         self._iterator = None
         self._encoder.close()
 

@@ -81,24 +81,19 @@ class Samples(ReaderSettings):
 
     @property
     def origin(self) -> str:
-        """Name of the data, for messages."""
         return type(self).__name__
 
     @property
     def longest_text(self) -> Optional[int]:
-        """Tokens of the longest text of a sample; None for no limit."""
         return self.max_text_tokens
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
-        """Return whether samples of different shapes may share a micro-batch."""
         return not self.same_shape and (self.max_tokens_per_pack is not None or spec.micro_batch_size > 1)
 
     def epoch_samples(self) -> int:
-        """Return the number of samples that are not held out."""
         return len(self) - self.validation_samples
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check ranges, streams and pack length."""
         ranges = dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_ZERO)
         self.check_streams(micro_batches_per_step, packing_buffer_size=COUNT, max_text_tokens=COUNT, **ranges)
         self.check_references(spec)
@@ -137,12 +132,10 @@ class Samples(ReaderSettings):
         return partial(IndexedSource, self, spec, seed=seed)
 
     def validate_held_out(self, otherwise: str = WITHOUT_HELD_OUT) -> None:
-        """Check that there are held-out samples."""
         if not self.validation_samples:
             raise ConfigError(f"{self.origin} has no held-out samples; set data.validation_samples, {otherwise}")
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over the held-out samples; see `StreamSettings.share_validation`."""
         self.validate_held_out()
         source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
         return self.share_validation(source.remaining(), dp_rank, dp_size)

@@ -4,6 +4,7 @@ Reads samples as training does, and writes nothing except a requested contact sh
 """
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -12,10 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Optional
 
+import torch
 from torch import Tensor
+from torch.nn.functional import interpolate, pad
 
 from dit.command_line import Parser
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.sampling.grid import PIXEL_CHANNELS, image_grid, save_png, to_pictures
 from dit.terminal import counted, echo
 from energon_data.folder import check_dataset
 from energon_data.report.survey import Survey, expected_packing, middle_frame, survey
@@ -28,6 +32,10 @@ BAR = 30
 """Length of the longest bar in characters."""
 DECODED_TILE = 1024
 """Pictures with longer sides are decoded in overlapping tiles of this many pixels."""
+PICTURES = 36
+"""Largest number of pictures in the contact sheet."""
+TILE = 160
+"""Side of a picture in the sheet."""
 EXAMPLES = """\
 examples
   python -m energon_data.inspect data/mine --sheet mine.png
@@ -44,26 +52,16 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data", metavar="DIR", help="a data set folder (data.path)")
-    parser.add_argument("--split", default="train", help="(%(default)s)")
-    parser.add_argument(
-        "--samples", type=int, default=1000, metavar="N", help="samples to read per folder; 0 for all (%(default)s)"
-    )
-    parser.add_argument("--patch", default="1x2x2", metavar="TxHxW", help="the model's patch, for tokens (%(default)s)")
-    parser.add_argument("--pack", type=int, metavar="N", help="tokens of a pack (data.max_tokens_per_pack)")
-    parser.add_argument("--multiple-of", type=int, default=16, metavar="N", help="data.pack_multiple_of (%(default)s)")
-    parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
-    parser.add_argument(
-        "--tiles", type=int, default=36, metavar="N", help="number of pictures in the sheet (%(default)s)"
-    )
-    parser.add_argument(
-        "--vae",
-        metavar="NAME",
-        help="decode the latents of the sheet with this autoencoder instead of drawing false colours",
-    )
-    parser.add_argument(
-        "--no-checksums", action="store_true", help="also read samples without checksums (data.require_checksums=False)"
-    )
+    flag = parser.add_argument
+    flag("data", metavar="DIR", help="a data set folder (data.path)")
+    flag("--split", default="train", help="(%(default)s)")
+    flag("--samples", type=int, default=1000, metavar="N", help="samples to read; 0 for all (%(default)s)")
+    flag("--patch", default="1x2x2", metavar="TxHxW", help="the model's patch, for tokens (%(default)s)")
+    flag("--pack", type=int, metavar="N", help="tokens of a pack (data.max_tokens_per_pack)")
+    flag("--multiple-of", type=int, default=16, metavar="N", help="data.pack_multiple_of (%(default)s)")
+    flag("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
+    flag("--vae", metavar="NAME", help="decode the latents of the sheet with this autoencoder, not in false colours")
+    flag("--no-checksums", action="store_true", help="read samples without checksums (data.require_checksums=False)")
     return parser
 
 
@@ -171,20 +169,27 @@ def token_lines(survey_result: Survey, patch: str, *, pack: Optional[int], multi
         )
 
 
+def tile_of(frame: Tensor) -> Tensor:
+    """Return a frame `[C, H, W]` in the middle of a dark square `[3, TILE, TILE]`; latents in false colours."""
+    picture = to_pictures(frame[None, :, None])[:, :, 0].expand(-1, 3, -1, -1)
+    scale = TILE / max(picture.shape[-2:])
+    scale = int(scale) if scale >= 1 else scale  # so that small pictures stay sharp
+    height, width = (max(1, round(side * scale)) for side in picture.shape[-2:])
+    left, top = (TILE - width) // 2, (TILE - height) // 2
+    margins = (left, TILE - width - left, top, TILE - height - top)
+    return pad(interpolate(picture, (height, width), mode="area")[0], margins, value=-0.8)
+
+
 def write_sheet(survey_result: Survey, path: Path, vae: Optional[str]) -> str:
     """Write the contact sheet and return a line about it."""
-    from dit.sampling.grid import PIXEL_CHANNELS, save_png
-    from energon_data.report.contact_sheet import contact_sheet
-
-    tiles = [
-        (frame, one.caption or one.key, f"{' x '.join(map(str, one.size[1:]))}  {one.key}")
-        for one, frame in survey_result.shown
-    ]
-    save_png(contact_sheet(tiles), path)
+    seen, frames = zip(*survey_result.shown, strict=True)
+    captions = [f"{one.caption or '':.40} {'x'.join(map(str, one.size[1:]))} {one.key}" for one in seen]
+    columns = math.ceil(math.sqrt(len(frames)))
+    save_png(image_grid(torch.stack([tile_of(frame) for frame in frames]), captions, columns, scale=1), path)
     colours = "" if vae is None else f"; latents decoded by {vae}"
-    if any(len(frame) not in PIXEL_CHANNELS for _, frame in survey_result.shown):
+    if any(len(frame) not in PIXEL_CHANNELS for frame in frames):
         colours = "; latents in false colours: --vae decodes them"
-    return f"sheet       {path}: {counted(len(tiles), 'sample')}{colours}"
+    return f"sheet       {path}: {counted(len(frames), 'sample')}{colours}"
 
 
 def decoder(name: str) -> Callable[[Tensor], Tensor]:
@@ -214,7 +219,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = build_parser().parse_args(argv)
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){2}", args.patch):
         raise ConfigError(f"--patch must be TxHxW such as 1x2x2, got {args.patch!r}")
-    for name, low in (("samples", 0), ("pack", 1), ("multiple_of", 1), ("tiles", 1)):
+    for name, low in (("samples", 0), ("pack", 1), ("multiple_of", 1)):
         value = getattr(args, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {low}")
@@ -224,7 +229,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     survey_result = survey(
         check_dataset(args.data, args.split),
         limit=args.samples or None,
-        pictures=0 if args.sheet is None else args.tiles,
+        pictures=0 if args.sheet is None else PICTURES,
         show=show,
         require_checksums=not args.no_checksums,
     )

@@ -336,11 +336,11 @@ def _at_rate(
             count += 1
 
 
-def picture_bytes(picture: Image.Image, image_format: Format, quality: int = 95) -> bytes:
-    """Encode a picture: `png` and `webp` lossless, `jpg` with `quality` and full colour resolution."""
+def picture_bytes(picture: Image.Image, image_format: Format) -> bytes:
+    """Encode a picture: `png` and `webp` lossless, `jpg` with full colour resolution."""
     buffer = io.BytesIO()
     if image_format == "jpg":
-        picture.save(buffer, "JPEG", quality=quality, subsampling=0)
+        picture.save(buffer, "JPEG", quality=95, subsampling=0)
     elif image_format == "webp":
         picture.save(buffer, "WEBP", lossless=True, quality=50, method=2)
     else:

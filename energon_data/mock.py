@@ -51,7 +51,6 @@ class MockData(StreamSettings):
     validation_samples: int = 32
 
     def sizes(self) -> list[tuple[int, int, int]]:
-        """Return the latent sizes (frames, height, width), used in turn."""
         if self.shapes is None:
             return [(self.frames, self.height, self.width)]
         sizes = []
@@ -95,7 +94,6 @@ class MockData(StreamSettings):
             )
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check the settings; there are no files to check."""
         self.check_settings(spec, dp_size, micro_batches_per_step)
 
     def selection_length(self, size: tuple[int, int, int], spec: BatchSpec) -> int:
@@ -110,7 +108,6 @@ class MockData(StreamSettings):
         return partial(MockSource, self, spec, seed=seed, split="train")
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over samples that are not in the training data; see `StreamSettings.share_validation`."""
         source = MockSource(
             self, spec, seed=0, split="val", stream=0, num_streams=1, last_sample=self.validation_samples
         )
@@ -163,7 +160,6 @@ class MockSource:
         return StreamItem(collate(clips, self._spec, total_tokens=pack), [])
 
     def remaining(self) -> Iterator[StreamItem]:
-        """Return the micro-batches up to the last sample."""
         while self._taken < self._last:
             yield self.next()
 
@@ -251,7 +247,6 @@ class MockSource:
         return Position({"taken": self._taken, "seed": self._seed})
 
     def adapt(self, position: Position) -> Position:
-        """Return the position unchanged, because it only counts samples."""
         return position
 
     def load(self, state: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from dit.command_line import Parser
 from dit.errors import ConfigError
 from dit.ranges import COUNT, Range
 from dit.safe_files import read_array
-
-UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 
 def command_parser(module: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -65,14 +62,6 @@ def read_numbers(path: str | Path, option: str) -> Any:
         return read_array(Path(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option} {path} cannot be read: {error}; save it with numpy.save") from error
-
-
-def file_size(text: str) -> int:
-    """Parse a size such as 5GB; return bytes."""
-    match = re.fullmatch(r"(\d+)\s*(KB|MB|GB)", text.strip().upper())
-    if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"must be a size such as 500MB or 5GB, got {text!r}")
-    return int(match[1]) * UNITS[match[2]]
 
 
 def split_arguments(text: str, separators: str = ",") -> list[str]:

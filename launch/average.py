@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.errors import CheckpointError, one_line_errors
 from dit.ranges import RELATIVE_LENGTH
 from dit.terminal import counted, echo
 from launch import environment
@@ -37,19 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = command_parser("launch.average", DESCRIPTION, EXAMPLES)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder with checkpoints")
-    parser.add_argument(
-        "--sigma-rel",
-        required=True,
-        type=number_in(RELATIVE_LENGTH),
-        metavar="X",
-        help="length of the average relative to the steps, from 0.01 to 0.28",
-    )
-    parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="last step of the average; later checkpoints are ignored (default: the newest checkpoint)",
-    )
+    length = "length of the average relative to the steps, from 0.01 to 0.28"
+    parser.add_argument("--sigma-rel", required=True, type=number_in(RELATIVE_LENGTH), metavar="X", help=length)
     parser.add_argument("--out", required=True, metavar="DIR", help="new run folder")
     return parser
 
@@ -77,13 +66,9 @@ def run(args: argparse.Namespace) -> str:
         by_step = {step: folder for folder, step in (find_checkpoint(f, reading) for f in candidates(args.checkpoint))}
         if not by_step:
             raise no_checkpoint(args.checkpoint)
-        last = max(by_step) if args.step is None else args.step
-        steps = sorted(step for step in by_step if step <= last)
-        if not steps:
-            raise ConfigError(
-                f"--step {last}: {args.checkpoint} has checkpoints from step {min(by_step)} on; use one of these"
-            )
-        config, metadata = read_settings(by_step[steps[-1]])
+        steps = sorted(by_step)
+        last = steps[-1]
+        config, metadata = read_settings(by_step[last])
         runs = [(step, read_settings(by_step[step])[0].training) for step in steps]
         snapshots = [(step, length) for step, training in runs for length in training.ema_sigma_rel or ()]
         if not snapshots:
@@ -97,7 +82,7 @@ def run(args: argparse.Namespace) -> str:
         combined = {name: weighted_sum(weights, [read_full(source, name) for source in sources]) for name in names}
         source = f"the average of sigma_rel={args.sigma_rel:g} at step {last}, from {args.checkpoint}, steps {steps}"
         trained = replace(trained_model(config, metadata), model=config.model)  # with adapters, if it has some
-        base = read_manifest(by_step[steps[-1]]).base
+        base = read_manifest(by_step[last]).base
         write_imported(Path(args.out), combined, trained, config.sampling, source, base=base)
     return (
         f"combined {counted(len(snapshots), 'average')} of steps {steps[0]} to {last} to sigma_rel={args.sigma_rel:g} "

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NoReturn, Optional
 
 from dit.command_line import closest, did_you_mean, long_options, with_cure
-from dit.errors import ConfigError, page_of
+from dit.errors import ConfigError
 from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS
 from dit.settings import (
@@ -84,18 +84,6 @@ class Options:
     def starts_training(self) -> bool:
         return not (self.help or self.list_recipes or self.describe or self.dryrun or self.print_config or self.to_yaml)
 
-
-# nemo-run's own flags, refused with their replacement here.
-_ELSEWHERE = {
-    "--load": "load a saved configuration with --yaml FILE",
-    "--repl": "inspect a recipe with --print-config or --dryrun",
-    "--detach": "{page} shows how to launch with nemo-run, and under Slurm",
-    "--direct": "training always runs in this process",
-    "--tail-logs": "logs already go to this console",
-    "--to-json": "write YAML with --to-yaml FILE",
-    "--to-toml": "write YAML with --to-yaml FILE",
-    "-y": "write --yes or --yaml FILE in full",
-}
 
 PlainPart = (
     type[OptimizerConfig] | type[TrainingConfig] | type[CheckpointConfig] | type[LoggingConfig] | type[SamplingConfig]
@@ -178,39 +166,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     flag = parser.add_argument_group("flags").add_argument
     switch = partial(flag, action="store_true")
-    flag(
-        "--factory",
-        "-f",
-        metavar="RECIPE",
-        help="recipe to run: a name from --list, or package.module.function of your own",
-    )
+    flag("--factory", "-f", metavar="RECIPE", help="a name of --list, or package.module.function of your own")
     flag("--yaml", metavar="FILE|RUN_DIR", help="a saved configuration, or that of a run folder, instead of a recipe")
     switch("--yes", help="do not ask before starting (required under torchrun and in scripts)")
     switch("--dryrun", "--dry-run", help="settings, parameters, memory per rank and FLOPs; needs no GPU and no data")
-    flag(
-        "--world-size",
-        metavar="N",
-        type=number_in(RANKS),
-        help="ranks to plan for with --dryrun (default: as launched, or the smallest number that fits)",
+    plan = parser.add_argument_group("with --dryrun").add_argument
+    plan(
+        "--world-size", metavar="N", type=number_in(RANKS), help="ranks (default: as launched, or the fewest that fit)"
     )
-    flag(
-        "--tokens",
-        metavar="N|TxHxW",
-        type=tokens,
-        help="tokens of a sample to plan for with --dryrun, or its patches, such as 24x32x32 (frames x height x width) "
-        "(default: those of the data settings, else 256)",
-    )
-    flag(
+    size = "tokens of a sample, or its patches: frames x height x width (default: those of the data, else 256)"
+    plan("--tokens", metavar="N|TxHxW", type=tokens, help=size)
+    plan(
         "--text-tokens",
         metavar="N",
         type=at_least_one,
-        help="tokens of the text of a sample (default: those of the data settings, else 512)",
+        help="tokens of its text (default: those of the data, else 512)",
     )
-    flag(
-        "--device",
-        metavar="NAME",
-        help=f"with --dryrun, also plan the time of a step (docs/planner.md) on one of {', '.join(DEVICES)}",
-    )
+    names = f"plan the time of a step, too (docs/planner.md), on one of {', '.join(DEVICES)}"
+    plan("--device", metavar="NAME", choices=DEVICES, help=names)
     switch("--print-config", help="print the complete configuration as YAML")
     flag("--to-yaml", metavar="FILE", help="write the configuration to FILE, which --yaml reads")
     switch("--list", "-l", dest="list_recipes", help="list the recipes")
@@ -233,8 +206,6 @@ def _stray_word_message(word: str) -> str:
 
 
 def _unknown_flag_message(flag: str) -> str:
-    if flag in _ELSEWHERE:
-        return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag].format(page=page_of('launch'))}"
     hint = did_you_mean(flag, FLAGS)
     keys = [key for key in PLAIN_KEYS if key.rpartition(".")[2] == flag[2:].replace("-", "_")]
     if keys:

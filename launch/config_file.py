@@ -7,7 +7,6 @@ It reads the `config.yaml` of a run folder too.
 """
 
 import inspect
-import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
 from dit.config_record import CLASS_KEY, import_trusted
+from dit.durable_files import write_atomic
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from dit.safe_files import read_yaml
@@ -77,12 +77,9 @@ def dump(task: Partial) -> str:
 
 def write(task: Partial, path: str | Path) -> None:
     """Write the complete configuration to a file, which is created only when complete."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(dump(task), encoding="utf-8")
-        os.replace(temporary, path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(path), dump(task))
     except OSError as error:
         raise ConfigError(f"cannot write the configuration to {path}: {error.strerror}; choose another file") from error
 

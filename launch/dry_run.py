@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Optional
 from dit.errors import ConfigError
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.terminal import announce, counted
-from launch.planned_sample import Sample, named_device, planned_sample
+from launch.planned_sample import Sample, planned_sample
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -157,11 +157,12 @@ def report(
     """
     from dit.checkpoint.base_model import start_line
     from dit.convert.diffusers_format import export_line
+    from dit.planner.devices import DEVICES, with_fp8
     from dit.training.start_weights import start_remarks
     from launch.config_file import built, summary
 
     config = built(task)
-    planned_device = None if device is None else named_device(device, config.training.fp8)
+    planned_device = None if device is None else with_fp8(DEVICES[device], config.training.fp8)
     dims, _ = config.check(world_size)
     sample = planned_sample(config.data, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)

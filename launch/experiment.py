@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = command_parser("launch.experiment", __doc__)
-    parser.add_argument(
-        "--executor", default="local", help="a name of launch/executors.py, with its arguments (%(default)s)"
-    )
+    parser.add_argument("--executor", default="local", help="name of launch/executors.py with arguments (%(default)s)")
     parser.add_argument("--detach", action="store_true", help="return once submitted; only Slurm")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the run folders (%(default)s)")
     add_arguments(parser)

@@ -15,7 +15,7 @@ from typing import Optional
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
-from launch.argument_types import command_parser, file_size
+from launch.argument_types import command_parser
 
 FORMATS = ("diffusers", "dit")
 PIPELINE = "pipeline"
@@ -47,22 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("launch.export", DESCRIPTION, EXAMPLES)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder, or one checkpoint in it")
     parser.add_argument("--raw-weights", action="store_true", help="the raw weights instead of their average (EMA)")
-    parser.add_argument(
-        "--format", required=True, choices=(*FORMATS, PIPELINE, *ADAPTER_FORMATS), help="format to write"
-    )
-    parser.add_argument(
-        "--out",
-        required=True,
-        metavar="PATH",
-        help="new folder (diffusers, pipeline, diffusers-lora), .safetensors (comfyui-lora, dit) or .pt file (dit)",
-    )
-    parser.add_argument("--vae", metavar="PATH", help="autoencoder of a pipeline, if not that of the run's data")
-    parser.add_argument(
-        "--text-encoder", metavar="[ENTRY=]NAME", help="text encoder of a pipeline, if not that of the run's data"
-    )
-    parser.add_argument(
-        "--max-shard-size", type=file_size, metavar="SIZE", help="largest file of diffusers' weights (default: 10GB)"
-    )
+    flag = parser.add_argument
+    flag("--format", required=True, choices=(*FORMATS, PIPELINE, *ADAPTER_FORMATS), help="format to write")
+    flag("--out", required=True, metavar="PATH", help="new folder; .safetensors (comfyui-lora, dit) or .pt file (dit)")
+    flag("--vae", metavar="PATH", help="autoencoder of a pipeline, if not that of the run's data")
+    flag("--text-encoder", metavar="[ENTRY=]NAME", help="text encoder of a pipeline, if not that of the run's data")
     return parser
 
 
@@ -75,8 +64,6 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--out {out} already exists and is not changed; choose another or remove it")
     if args.format != PIPELINE and (args.vae or args.text_encoder):
         raise ConfigError(f"--vae and --text-encoder are for --format {PIPELINE}, not {args.format}; leave them out")
-    if args.format not in ("diffusers", PIPELINE) and args.max_shard_size:
-        raise ConfigError(f"--max-shard-size is for --format diffusers and {PIPELINE}, not {args.format}; leave it out")
     environment.prepare(quiet=True)
     from dit.checkpoint.reading import find_checkpoint
 
@@ -103,16 +90,11 @@ def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:
     if args.format == "dit":
         return merged + export_weights.write_original(trained, weights, out)
     if args.format == "diffusers":
-        return merged + export_weights.write_diffusers_folder(trained, weights, out, args.max_shard_size)
+        return merged + export_weights.write_diffusers_folder(trained, weights, out)
     if args.text_encoder is not None:
         trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
-    return merged + export_weights.write_pipeline(
-        trained,
-        weights,
-        out,
-        autoencoder=args.vae or trained.autoencoder,
-        max_shard_bytes=args.max_shard_size,
-    )
+    autoencoder = args.vae or trained.autoencoder
+    return merged + export_weights.write_pipeline(trained, weights, out, autoencoder=autoencoder)
 
 
 @one_line_errors

@@ -135,12 +135,7 @@ def write_original(trained: TrainedModel, weights: Callable[[], dict[str, Tensor
     return notes
 
 
-def write_diffusers_folder(
-    trained: TrainedModel,
-    weights: Callable[[], dict[str, Tensor]],
-    out: Path,
-    max_shard_bytes: Optional[int] = None,
-) -> list[str]:
+def write_diffusers_folder(trained: TrainedModel, weights: Callable[[], dict[str, Tensor]], out: Path) -> list[str]:
     """Write a folder in the diffusers layout, scheduler and page included; return the notes."""
     form = format_of_model(trained.model)
     settings, notes = form.write_settings(trained.model, trained.latent_size)
@@ -153,7 +148,7 @@ def write_diffusers_folder(
         texts[SCHEDULER_CONFIG] = to_json(scheduler)
     record = {CONFIG_KEY: to_record(trained)}
     tensors = rules.to_external(weights())
-    write_diffusers({**settings, **record}, tensors, out, texts=texts, max_shard_bytes=max_shard_bytes)
+    write_diffusers({**settings, **record}, tensors, out, texts=texts)
     use = "encode and decode" if isinstance(trained.model, AutoencoderConfig) else "sample"
     return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]
 
@@ -171,12 +166,7 @@ def note_objective(objective: Objective, published: Objective) -> list[str]:
 
 
 def write_pipeline(
-    trained: TrainedModel,
-    weights: Callable[[], dict[str, Tensor]],
-    out: Path,
-    *,
-    autoencoder: Optional[str],
-    max_shard_bytes: Optional[int] = None,
+    trained: TrainedModel, weights: Callable[[], dict[str, Tensor]], out: Path, *, autoencoder: Optional[str]
 ) -> list[str]:
     """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes."""
     form = format_of_model(trained.model)
@@ -236,7 +226,6 @@ def write_pipeline(
             **({"guider/guider_config.json": to_json(guider)} if pipeline.scale is None else {}),
         },
         others=write_parts,
-        max_shard_bytes=max_shard_bytes,
     )
     return [*notes, f"{out / PAGE} has the lines that load the {pipeline.class_name}"]
 

@@ -86,17 +86,11 @@ def layout_overrides(text: str) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a grid to a command."""
-    parser.add_argument("--factory", required=True, nargs="+", metavar="RECIPE", help="recipes (launch.train --list)")
-    parser.add_argument(
-        "--layouts", nargs="+", default=[OWN], metavar="LAYOUT", help="such as tp2sp_cp4, pp2, fsdp (%(default)s)"
-    )
-    parser.add_argument(
-        "--vary",
-        action="append",
-        metavar="'key=value ...'",
-        help="a variant: its overrides; may be given several times",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
+    flag = parser.add_argument
+    flag("--factory", required=True, nargs="+", metavar="RECIPE", help="recipes (launch.train --list)")
+    flag("--layouts", nargs="+", default=[OWN], metavar="LAYOUT", help="such as tp2sp_cp4, pp2, fsdp (%(default)s)")
+    flag("--vary", action="append", metavar="'key=value ...'", help="overrides of a variant; repeat for several")
+    flag("overrides", nargs="*", metavar="key=value", help="of every run")
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:

@@ -33,7 +33,7 @@ DESCRIPTION = (
 EXAMPLES = """\
 examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
-  python -m launch.sample --checkpoint runs/dit_xl2 --label 207
+  python -m launch.sample --checkpoint runs/dit_xl2 --labels 207
   python -m launch.import_weights --from stable-diffusion-xl-base-1.0 --format diffusers --out runs/sdxl
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
@@ -54,28 +54,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--from", dest="source", required=True, metavar="PATH", help="folder (diffusers, lora), .safetensors or .pt"
     )
     parser.add_argument("--format", required=True, choices=IMPORT_FORMATS, help="format of the files")
-    parser.add_argument(
-        "--base", metavar="DIR", help="run, or folder of diffusers, that adapters (--format lora) change"
-    )
+    parser.add_argument("--base", metavar="DIR", help="run or diffusers folder that adapters (--format lora) change")
     parser.add_argument("--out", required=True, metavar="DIR", help="run folder to create")
-    parser.add_argument(
-        "--drop-variance", action="store_true", help="drop a learned variance: train and sample without it"
-    )
-    parser.add_argument(
+    flag = parser.add_argument
+    flag("--drop-variance", action="store_true", help="drop a learned variance: train and sample without it")
+    flag(
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
     )
-    parser.add_argument(
-        "--text-encoder",
-        action="append",
-        metavar="[ENTRY=]NAME",
-        help="text encoder of prompts, as in energon_data.prepare, if it is not in the files; repeat for several",
-    )
-    parser.add_argument(
-        "--objective",
-        metavar="NAME",
-        help="objective of the weights, if it is not in the files: ddpm, edm or flow_matching, with settings "
-        "as in \"ddpm(prediction='v')\"",
-    )
+    encoder = "if not in the files: text encoder, as in energon_data.prepare; repeat for several"
+    flag("--text-encoder", action="append", metavar="[ENTRY=]NAME", help=encoder)
+    flag("--objective", metavar="NAME", help="if not in the files: edm, flow_matching or \"ddpm(prediction='v')\"")
     return parser
 
 

@@ -22,15 +22,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "launch.kernels", "Print which implementation of each op this machine uses by itself, and why not the others."
     )
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the run (%(default)s)"
-    )
-    parser.add_argument("--head-size", type=int, metavar="N", help="features of an attention head; kernels limit them")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="test the kernels on this GPU first; runs on this machine use those that pass",
-    )
+    flag = parser.add_argument
+    flag("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the run (%(default)s)")
+    flag("--verify", action="store_true", help="test the kernels on this GPU first; runs here use those that pass")
     return parser
 
 
@@ -66,8 +60,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     from dit.parallel.verified_kernels import verified_here
 
     rows = [("op", "implementation", "")]
-    sizes = frozenset() if args.head_size is None else frozenset({args.head_size})
-    target = Target(local_device(), DTYPES[args.precision], sizes, verified_here())
+    target = Target(local_device(), DTYPES[args.precision], frozenset(), verified_here())
     for op, selected in table(OPS, target, {}).items():
         rows.append((op, selected.name, "selected"))
         rows += [("", name, why) for name, why in selected.others.items()]

@@ -220,7 +220,8 @@ def parse_value(text: str, annotation: object, key: str, load_component: Callabl
         return _unquote(text)
     if annotation is Any:
         return TypeParser().parse_any(text, Any)
-    if _is_list_of_mappings(annotation):
+    kinds = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+    if any(get_origin(kind) is list and get_origin(get_args(kind)[0]) is dict for kind in kinds):
         return _list_of_mappings(text, key)
     try:
         value = TypeParser().get_parser(annotation)(text, annotation)
@@ -229,11 +230,6 @@ def parse_value(text: str, annotation: object, key: str, load_component: Callabl
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{key}={text} is not {describe(annotation)}")
     return value
-
-
-def _is_list_of_mappings(annotation: object) -> bool:
-    inner = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
-    return any(get_origin(t) is list and get_origin(get_args(t)[0]) is dict for t in inner)
 
 
 def _list_of_mappings(text: str, key: str) -> Optional[list[dict[str, Any]]]:

@@ -3,30 +3,39 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dit import extensions
 from dit.backends.device import local_device
-from dit.errors import ConfigError
+from dit.batch import pixel_values
+from dit.errors import ConfigError, DataError
 from dit.evaluation.features import Features, load_features
 from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
 from dit.evaluation.kernel_distance import kernel_distance
-from dit.evaluation.reference import read_features, read_gaussian
+from dit.evaluation.reference import read_features, read_gaussian, read_pictures
 from dit.inference.decoding import Decoder, find_autoencoder
 from dit.inference.drawing import Request, draw
+from dit.safe_files import read_bytes
+from energon_data.media_files import PICTURES, open_picture
+from energon_data.prepare.walk import Skipped, extension_of, folders_below
+from energon_data.samples import SampleError
 from launch import environment
 from launch.held_out import redrawn
 from launch.measurement import Measurement
-from launch.reference import by_shape, check_statistics_path, reference_pictures, write_statistics
 from launch.sample import sampling_settings
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
+
+REFERENCE_BATCH = 32
+"""Pictures of which features are computed at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of fid, kid, precision: compare with these, not with held-out data: an .npz file with mu and sigma "
         "(fid), feats (kid, precision) or pictures (arr_0), or a folder of pictures; samples are then requested as in "
         "launch.sample",
-    )
-    group.add_argument(
-        "--write-statistics",
-        type=Path,
-        metavar="FILE",
-        help="of fid, kid, precision: write the statistics of the real pictures to an .npz file, for --reference",
     )
     group.add_argument("--clip-model", metavar="DIR", help="of clip: a local folder with transformers' CLIPModel")
     group.add_argument("--vae", metavar="PATH", help="autoencoder that decodes (default: the one the data set names)")
@@ -128,7 +131,7 @@ def _both_sides(
     args: argparse.Namespace,
     generator: "Generator",
     new: Callable[[], FeatureRows | Moments],
-    read: Callable[[Path, str], Any],
+    read: Callable[[Path], Any],
 ) -> tuple[Any, Any, str]:
     """Return the statistics of the real pictures and of the generated ones, and the name of the feature network.
 
@@ -136,12 +139,8 @@ def _both_sides(
         new: creates a collector of features, whose `reduce` returns the statistics of all ranks.
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
     """
-    path, out, features = args.reference, args.write_statistics, feature_network(args, generator)
-    if out is not None:
-        check_statistics_path(out, path)
-    stored = None if path is None or path.is_dir() else read(path, features.network)
-    if stored is not None and out is not None:
-        raise ConfigError(f"{path} already holds statistics; leave out --write-statistics, or give pictures")
+    path, features = args.reference, feature_network(args, generator)
+    stored = None if path is None or path.is_dir() else read(path)
     real, drawn = new(), new()
     if path is None:
         for pair in _feature_pairs(args, generator, features):
@@ -159,10 +158,7 @@ def _both_sides(
                     "of the reference as --features"
                 )
             drawn.add(rows)
-    statistics = real.reduce() if stored is None else stored
-    if out is not None:
-        write_statistics(out, statistics, features.network)
-    return statistics, drawn.reduce(), features.network
+    return real.reduce() if stored is None else stored, drawn.reduce(), features.network
 
 
 def _size(statistics: Gaussian | Tensor) -> tuple[Optional[int], int]:
@@ -170,6 +166,53 @@ def _size(statistics: Gaussian | Tensor) -> tuple[Optional[int], int]:
     if isinstance(statistics, Tensor):
         return len(statistics), statistics.shape[1]
     return statistics.count, statistics.width
+
+
+def by_shape(pictures: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Stack tensors of one shape; yields one tensor per shape."""
+    alike: dict[torch.Size, list[Tensor]] = {}
+    for picture in pictures:
+        alike.setdefault(picture.shape, []).append(picture)
+    return map(torch.stack, alike.values())
+
+
+def reference_pictures(path: Path) -> Iterator[Tensor]:
+    """Yield this rank's share of the pictures of a folder or an `.npz` file, float32 `[n, 3, H, W]` in [-1, 1].
+
+    A picture of a folder has its own size.
+    """
+    rank, ranks = environment.rank(), environment.world_size()
+    if not path.is_dir():
+        yield from map(pixel_values, islice(read_pictures(path, REFERENCE_BATCH), rank, None, ranks))
+        return
+    files = _reference_files(path)[rank::ranks]
+    for start in range(0, len(files), REFERENCE_BATCH):
+        yield from by_shape([_reference_picture(file) for file in files[start : start + REFERENCE_BATCH]])
+
+
+def _reference_files(folder: Path) -> list[Path]:
+    skipped: list[Skipped] = []
+    files = [
+        place / name
+        for place, names in folders_below(folder, follow_links=False, skipped=skipped)
+        for name in names
+        if extension_of(name) in PICTURES
+    ]
+    if skipped:
+        raise DataError(f"{folder / skipped[0].name} is {skipped[0].detail.partition(';')[0]}; replace it by a folder")
+    if not files:
+        raise DataError(f"{folder} holds no picture that ends in {', '.join(sorted(PICTURES))}")
+    return files
+
+
+def _reference_picture(path: Path) -> Tensor:
+    try:
+        pixels = np.asarray(open_picture(read_bytes(path)))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; remove it from the folder") from error
+    except SampleError as error:
+        raise DataError(f"{path} cannot be read: {error.detail}; remove it from the folder") from error
+    return pixel_values(torch.tensor(pixels).movedim(2, 0))
 
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -222,7 +265,6 @@ def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
 
 def _prompts(args: argparse.Namespace, requests: Sequence[Request]) -> list[str]:
-    """Return the prompt of each request."""
     texts = [request.record.get("prompt") for request in requests]
     if None in texts:
         raise ConfigError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from dit.command_line import Parser
 from dit.errors import EXIT_CONFIG, EXIT_OK, one_line_errors
-from dit.planner.devices import DEVICES
+from dit.planner.devices import DEVICES, with_fp8
 from dit.ranges import RANKS
 from dit.terminal import announce, echo, progress
 from launch import cli, environment
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     flag, count = parser.add_argument, partial(parser.add_argument, type=at_least_one, metavar="N")
     flag("--gpus", type=number_in(RANKS), required=True, metavar="N", help="GPUs to train on")
-    flag("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
+    flag("--device", default="h100", choices=DEVICES, metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
     count("--nodes-of", help="GPUs joined by NVLink (8; 72 for gb200 and gb300)")
     flag("--tokens", type=cli.tokens, metavar="N|TxHxW", help="tokens of a sample, or its patches (the recipe's)")
     count("--text-tokens", help="tokens of its text")
@@ -79,7 +79,6 @@ class Rates:
     recomputed: float
 
     def per_gpu(self, seconds: float) -> float:
-        """Return units per second of each GPU."""
         return self.per_step / seconds / self.problem.world_size
 
     def mfu(self, candidate: "Candidate", seconds: float) -> dict[str, float]:
@@ -103,7 +102,6 @@ class Report:
     peak: Optional[int]
 
     def lines(self, top: int) -> list[str]:
-        """Return the report for the console."""
         verdict, problem = self.verdict, self.problem
         head = (
             f"{len(self.allowed.layouts):,} layouts of {problem.world_size} {problem.device.name}, "
@@ -115,7 +113,6 @@ class Report:
         return [head, "", *self.table(verdict.fitting[:top]), "", *self.best(), "", *self.losers()]
 
     def table(self, rows: Sequence["Priced"]) -> list[str]:
-        """Return the best layouts, one line each."""
         lines = [f"{'':<58} {'step':>10} {self.rates.unit + '/s/GPU':>13} {'MFU':>6} {'memory':>10}"]
         for priced in rows:
             seconds = priced.time.total
@@ -185,7 +182,6 @@ class Report:
         ]
 
     def record(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         verdict, problem = self.verdict, self.problem
         return {
             "gpus": problem.world_size,
@@ -274,13 +270,13 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     from dit.parallel.dims import ParallelDims
     from dit.planner.layouts import Problem
     from launch.config_file import built
-    from launch.planned_sample import named_device, planned_sample
+    from launch.planned_sample import planned_sample
     from launch.train import resolve
 
     task = resolve(cli.parse(["--factory", args.factory, *args.overrides]))
     config = built(task)
     sample = planned_sample(config.data, config.model, args.tokens, args.text_tokens)
-    device = named_device(args.device, config.training.fp8)
+    device = with_fp8(DEVICES[args.device], config.training.fp8)
     problem = Problem(
         config.model,
         config.objective,

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Optional
+from typing import Literal, Optional
 
-from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelDims
@@ -13,10 +12,6 @@ from dit.patchify import Grid
 from dit.tracing.packs import PackShape
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-
-if TYPE_CHECKING:
-    from dit.planner.devices import Device
-    from dit.settings import Fp8
 
 DEFAULT_TOKENS = 256
 DEFAULT_TEXT_TOKENS = 512
@@ -50,11 +45,9 @@ class Sample:
         return SequenceLayout.from_lengths([self.tokens]), [self.grid], texts
 
     def count(self, micro_batch_size: int) -> int:
-        """Return the samples of a micro-batch."""
         return micro_batch_size * max(1, (self.pack or 0) // self.tokens)
 
     def shape(self, dims: ParallelDims) -> PackShape:
-        """Return the shape of a micro-batch."""
         count = self.count(dims.micro_batch_size)
         texts = () if self.text_tokens is None else (self.text_tokens,) * count
         shape = PackShape((self.grid,) * count, texts, dims.token_multiple)
@@ -62,15 +55,6 @@ class Sample:
             return shape
         total = -(-self.pack // dims.token_multiple) * dims.token_multiple
         return replace(shape, total_tokens=max(total, shape.layout().total_tokens))
-
-
-def named_device(name: str, fp8: "Optional[Fp8]") -> "Device":
-    """Return the constants of a device."""
-    from dit.planner.devices import DEVICES, with_fp8
-
-    if name not in DEVICES:
-        raise ConfigError(f"--device {name}: no such device; use one of {', '.join(DEVICES)}")
-    return with_fp8(DEVICES[name], fp8)
 
 
 def assumed_grid(tokens: int) -> Grid:

@@ -5,16 +5,16 @@ torchrun, the samples are distributed over the ranks; they do not depend on the 
 """
 
 import argparse
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hints
 
 from torch import Tensor
+from tqdm import tqdm
 
 from dit.backends.device import local_device
 from dit.errors import CheckpointError, ConfigError, one_line_errors
@@ -59,16 +59,13 @@ EXAMPLES = """\
 examples
   python -m launch.sample --checkpoint runs/letters_dit                       every class once, samples.png
   python -m launch.sample --checkpoint runs/letters_dit --labels H,E,L,L,O --columns 5 --out hello.png
-  python -m launch.sample --checkpoint runs/letters_text --prompt "the letter Q in a bold serif font" --out q.png
   python -m launch.sample --checkpoint runs/moving_letters_dit --prompt "the letter Q moving left fast" --out q.gif
   python -m launch.sample --checkpoint RUN --prompts prompts.txt --size 512x768 --vae VAE --files pictures
   python -m launch.sample --cascade base=RUN_64 sr256=RUN_256 --stage sr256 steps=20 --prompt "a red kite"
   python -m launch.sample --checkpoint RUN --prompt "a red train" --init sketch.png --strength 0.6
-  python -m launch.sample --checkpoint RUN --prompt "waves at a beach" --first-frame beach.png --out waves.mp4
   python -m launch.sample --checkpoint runs/letters_edit --reference q.png --prompt "make it bold" --out bold.png
   python -m launch.sample --checkpoint RUN --inpaint street.png mask.png --prompt "a red train" --out train.png
   python -m launch.sample --checkpoint HIGH --low-noise LOW --prompt "a red train" --out train.mp4
-  python -m launch.sample --checkpoint RUN/checkpoints/iter_0100000 --guide RUN/checkpoints/iter_0020000
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
 
@@ -79,51 +76,29 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     number, count = partial(flag, type=number_in(FINITE), metavar="X"), partial(flag, type=at_least_one, metavar="N")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="DIR", help="run folder, or one checkpoint in it")
-    source.add_argument(
-        "--cascade", nargs="+", metavar="NAME=DIR", help="several: each enlarges the pictures of the previous one"
-    )
+    source.add_argument("--cascade", nargs="+", metavar="NAME=DIR", help="several; each enlarges the previous pictures")
     add_cascade_arguments(parser)
     parser.add_argument("--raw-weights", action="store_true", help="use the raw weights instead of their average (EMA)")
     flag("--solver", choices=SOLVERS, help="integrator of the sampling ODE or SDE")
     count("--steps", help="solver steps")
     flag("--variance", choices=VARIANCES, help="of the noise in each step of --solver ancestral")
     number("--guidance-scale", help="classifier-free guidance; 1 for none")
-    flag(
-        "--guide",
-        metavar="DIR",
-        help="guide with this weaker checkpoint: a smaller model, or an earlier one (autoguidance)",
-    )
-    flag(
-        "--low-noise",
-        metavar="DIR",
-        help="use this checkpoint below --boundary: the second model of a pair that shares the noise levels",
-    )
+    flag("--guide", metavar="DIR", help="guide by this weaker checkpoint, smaller or earlier (autoguidance)")
+    flag("--low-noise", metavar="DIR", help="second model of a pair, used below --boundary")
     number("--boundary", help="time of --low-noise (default: objective.min_time of --checkpoint)")
     number("--low-noise-guidance-scale", help="of --low-noise (default: that of --checkpoint)")
     number("--guidance-rescale", help="keep the contrast of this share of a guided prediction, 0 to 1")
-    flag(
-        "--guidance-norm",
-        action=argparse.BooleanOptionalAction,
-        help="keep the norm of each token of a guided prediction (Qwen-Image)",
-    )
-    number(
-        "--guidance-interval",
-        nargs=2,
-        metavar=("LOW", "HIGH"),
-        help="guide only at noise levels (sigma / alpha) from LOW to HIGH",
-    )
-    number(
-        "--churn",
-        nargs=4,
-        metavar=("TOTAL", "LOW", "HIGH", "STD"),
-        help="noise before the steps of --solver heun, for EDM, at sigma from LOW to HIGH, such as 40 0.05 50 1.003",
-    )
+    switch = partial(flag, action=argparse.BooleanOptionalAction)
+    switch("--guidance-norm", help="keep the norm of each token of a guided prediction (Qwen-Image)")
+    ends = ("LOW", "HIGH")
+    number("--guidance-interval", nargs=2, metavar=ends, help="guide only at sigma / alpha from LOW to HIGH")
+    churn = "noise before the steps of --solver heun, for EDM, at sigma from LOW to HIGH, such as 40 0.05 50 1.003"
+    number("--churn", nargs=4, metavar=("TOTAL", "LOW", "HIGH", "STD"), help=churn)
     count("--guidance-channels", help="guide the first N channels of a latent only")
     flag("--thresholding", choices=THRESHOLDINGS, help="of the clean estimate at every step, for models of pixels")
     count(
         "--tile",
-        help="draw samples larger than those trained on in overlapping tiles of this side, the side of training; "
-        "positions of a latent, pixels of a model of pixels (default: at once)",
+        help="draw large samples in tiles of this side, that of training, in positions of a latent (or pixels)",
     )
     flag("--tile-overlap", type=number_in(COUNT_OR_ZERO), metavar="N", help="of neighbours (a quarter of a tile)")
     flag("--seed", type=number_in(SEED), metavar="N", help="addresses the initial noise")
@@ -137,47 +112,21 @@ def build_parser() -> argparse.ArgumentParser:
     add_request_arguments(parser)
     flag = parser.add_argument
     picture, count = partial(flag, type=Path, metavar="PICTURE"), partial(flag, type=at_least_one, metavar="N")
-    flag(
-        "--size",
-        type=height_and_width,
-        metavar="HxW",
-        help="height and width of each sample: pixels, but positions of a latent where nothing decodes it "
-        "(default: those of the largest sample trained on)",
-    )
+    size = "pixels of a sample, or positions of a latent that nothing decodes (default: the largest sample trained on)"
+    flag("--size", type=height_and_width, metavar="HxW", help=size)
     count("--frames", help="of each sample, 1 for a still; counted as --size (default: the longest clip's)")
-    flag(
-        "--vae",
-        metavar="PATH",
-        help="autoencoder that decodes latents, a diffusers folder or hub name (default: the one the data set names)",
-    )
-    picture("--init", help="start from this picture instead of noise alone (image to image)")
-    picture("--first-frame", help="start clips with this picture (image to video; train with data.clean_first_frame)")
-    picture(
-        "--inpaint",
-        nargs=2,
-        metavar=("PICTURE", "MASK"),
-        help="draw the white region of the mask, and keep the other pixels of the picture (train with data.inpaint)",
-    )
-    picture(
-        "--reference",
-        action="append",
-        nargs="+",
-        default=[],
-        help="edit this picture, or compose several, as the prompt says; repeat it for each prompt (train with "
-        "data.references)",
-    )
-    flag(
-        "--reference-aspect",
-        choices=ASPECTS,
-        help="--aspect of energon_data.prepare, by which references are cropped (default: that of the training data, "
-        "keep if unknown)",
-    )
-    picture(
-        "--control",
-        nargs="+",
-        default=[],
-        help="follow this depth, edges or pose, or one for each prompt (train with model.control_channels)",
-    )
+    flag("--vae", metavar="PATH", help="autoencoder, a diffusers folder or hub name (default: that of the data set)")
+    start = partial(parser.add_mutually_exclusive_group().add_argument, type=Path, metavar="PICTURE")
+    start("--init", help="start from this picture instead of noise alone (image to image)")
+    start("--first-frame", help="start clips with this picture (image to video; train with data.clean_first_frame)")
+    inpaint = "draw the white region of the mask, and keep the other pixels of the picture (train with data.inpaint)"
+    start("--inpaint", nargs=2, metavar=("PICTURE", "MASK"), help=inpaint)
+    edit = "edit this picture, or compose several; repeat it for each prompt (train with data.references)"
+    picture("--reference", action="append", nargs="+", default=[], help=edit)
+    aspect = "--aspect of energon_data.prepare, by which references are cropped (default: that of the data, or keep)"
+    flag("--reference-aspect", choices=ASPECTS, help=aspect)
+    control = "follow this depth, edges or pose, or one for each prompt (train with model.control_channels)"
+    picture("--control", nargs="+", default=[], help=control)
     flag("--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)")
     picture("--low-resolution", metavar="FILE", help="pictures that the model or first stage enlarges, as .npy")
     count("--batch", help="samples at a time (default: by their tokens)")
@@ -185,7 +134,6 @@ def build_parser() -> argparse.ArgumentParser:
     file = parser.add_argument_group("files").add_argument
     file("--out", default="samples.png", metavar="FILE", help="the grid: .png, .gif or .mp4 (%(default)s)")
     file("--files", type=Path, metavar="DIR", help="also a file for each sample, and samples.jsonl")
-    file("--clips", choices=("mp4", "gif"), help="files of clips (mp4 where PyAV is installed)")
     file("--save-latents", type=Path, metavar="FILE", help="also the latents, as one .safetensors")
     return parser
 
@@ -253,19 +201,6 @@ def read_size(args: argparse.Namespace, generator: "Generator", geometry: Option
     return {"frames": latent[0], "size": latent[1:]}
 
 
-@contextlib.contextmanager
-def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of this rank on a terminal; yields a callback for the batch and the solver step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn(counted(num_samples, "sample")), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=num_batches * num_steps)
-        yield lambda batch, step: bar.update(task, completed=batch * num_steps + step)
-
-
 def run(args: argparse.Namespace) -> None:
     """Draw the samples and write them; for a cascade, those of every stage."""
     pictures = None if args.low_resolution is None else read_pictures(args.low_resolution)
@@ -314,12 +249,11 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
 
     out = Path(args.out)
     check_ending(out, [".png", *CLIP_WRITERS], "--out")
-    if args.save_latents is not None:
-        check_ending(args.save_latents, [".safetensors"], "--save-latents")
     check_writable("--out", out, out.parent)
     if args.files is not None:
         check_writable("--files", args.files, args.files)
     if args.save_latents is not None:
+        check_ending(args.save_latents, [".safetensors"], "--save-latents")
         check_writable("--save-latents", args.save_latents, args.save_latents.parent)
     generator = open_generator(args)
     check_trained(args, generator)
@@ -346,13 +280,9 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         init = {"init": str(args.init), "strength": strength}
     still = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
     if args.first_frame is not None:
-        if args.init is not None:
-            raise ConfigError("--init starts stills and --first-frame clips; give one of them")
         settings |= {"first_frame": read_initial(args.first_frame, still, channels, decode, "--first-frame")}
         init = {"first_frame": str(args.first_frame)}
     if args.inpaint is not None:
-        if args.init is not None or args.first_frame is not None:
-            raise ConfigError("--inpaint keeps a part of a picture, --init and --first-frame begin with one; give one")
         inpainting, restore = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
         settings |= inpainting
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: restore(decode(latents))
@@ -372,7 +302,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         folder=args.files,
         keep_latents=args.save_latents is not None,
         fps=generator.fps if args.fps is None else args.fps,
-        clip_ending=default_clip_ending() if args.clips is None else f".{args.clips}",
+        clip_ending=default_clip_ending(),
     )
     references = [request.references for request in requests]
     batch_size = args.batch or generator.batch_size(settings.get("frames"), settings.get("size"), references)
@@ -380,14 +310,14 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     num_steps = args.steps or generator.config.sampling.num_steps
     latent_by_index: dict[int, Tensor] = {}
     started = time.monotonic()
-    with progress_bar(len(requests), num_batches, num_steps) as on_step:
+    with tqdm(desc=counted(len(requests), "sample"), total=num_batches * num_steps, disable=None, leave=False) as bar:
         for indices, latents in draw(
             generator,
             requests,
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
-            on_step=on_step,
+            on_step=lambda batch, step: bar.update(batch * num_steps + step - bar.n),
             **settings,
         ):
             gallery.add(indices, latents, show(latents))

@@ -33,33 +33,15 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the flags for the conditions of samples; see `what_to_draw`."""
     content = parser.add_mutually_exclusive_group()
     content.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
-    content.add_argument("--label", metavar="N", help="one class by name or number")
-    content.add_argument(
-        "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: those of the run)"
-    )
-    content.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="a text per line; a .jsonl has an object per line with prompt and optionally negative, seed, "
-        "original_size, crop and target_size",
-    )
+    content.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts (default: those of the run)")
+    entries = "a text per line, or a .jsonl of objects with prompt, negative, seed, original_size, crop, target_size"
+    content.add_argument("--prompts", type=Path, metavar="FILE", help=entries)
     content.add_argument("--text-embedding", nargs="+", metavar="FILE", help="embedded texts, as .npy files")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text of the unconditional branch of guidance")
-    parser.add_argument(
-        "--condition",
-        action="append",
-        nargs="+",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="another condition of the model: a number or a .npy file, for all or for each text or class; "
-        "`--condition pooled FILE` for FLUX",
-    )
+    condition = partial(parser.add_argument, "--condition", action="append", nargs="+", metavar=("NAME", "VALUE"))
+    condition(default=[], help="of the model: a number or .npy file, for all or each text; `pooled FILE` for FLUX")
     size = partial(parser.add_argument, type=height_and_width, metavar="HxW")
-    size(
-        "--original-size",
-        help="condition of Stable Diffusion XL: size of the original in pixels (default: the target size)",
-    )
+    size("--original-size", help="condition of Stable Diffusion XL: pixels of the original (default: the target size)")
     parser.add_argument("--crop", type=top_and_left, metavar="TOP,LEFT", help="the same: corner of its crop (0,0)")
     size("--target-size", help="the same: size of the crop (default: that drawn)")
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
@@ -201,7 +183,7 @@ def what_to_draw(
     prompts = [Prompt(text) for text in args.prompt or ()]
     if args.prompts is not None:
         prompts = read_prompts(args.prompts)
-    labels = args.labels if args.label is None else args.label
+    labels = args.labels
     if labels is None and not (prompts or args.text_embedding) and generator.text_encoder:
         prompts = [Prompt(text) for text in generator.config.sampling.prompts or ()]
     if args.negative_prompt is not None and not (prompts or args.text_embedding):

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,40 +31,15 @@ def psnr(mean_square: float) -> float:
     return 10 * math.log10(4 / max(mean_square, 1e-12))
 
 
-@dataclass(frozen=True)
-class Sharpness:
-    """How near enlarged pictures come to the real ones.
-
-    Attributes:
-        pictures: that were compared.
-        factor: between the sides of the small ones and theirs.
-        psnr, bicubic_psnr: in dB, of the model and of bicubic interpolation.
-        gradient, bicubic_gradient: gradient energy as a share of the real pictures'; 1 is as sharp as they are.
-    """
-
-    pictures: int
-    factor: int
-    psnr: float
-    bicubic_psnr: float
-    gradient: float
-    bicubic_gradient: float
-
-    def lines(self) -> list[str]:
-        return [
-            f"{self.pictures} held-out pictures, made {self.factor} times smaller and enlarged again",
-            f"model:   PSNR {self.psnr:.2f} dB, gradient energy {100 * self.gradient:.1f} % of the real pictures'",
-            f"bicubic: PSNR {self.bicubic_psnr:.2f} dB, gradient energy {100 * self.bicubic_gradient:.1f} %",
-        ]
-
-    def missed(self, minimum: float) -> list[str]:
-        """Return a line if the model is not so many dB above bicubic interpolation, and one if it is less sharp."""
-        gain = self.psnr - self.bicubic_psnr
-        lines = []
-        if gain < minimum:
-            lines.append(f"below the minimum of {minimum:.2f} dB: PSNR above bicubic interpolation, {gain:.2f} dB")
-        if abs(self.gradient - 1) >= abs(self.bicubic_gradient - 1):
-            lines.append("no sharper than bicubic interpolation: its gradient energy is as far from the real pictures'")
-        return lines
+def shortfalls(record: dict[str, float], minimum: float) -> list[str]:
+    """Return a line if the model is not so many dB above bicubic interpolation, and one if it is less sharp."""
+    gain = record["psnr"] - record["bicubic_psnr"]
+    lines = []
+    if gain < minimum:
+        lines.append(f"below the minimum of {minimum:.2f} dB: PSNR above bicubic interpolation, {gain:.2f} dB")
+    if abs(record["gradient"] - 1) >= abs(record["bicubic_gradient"] - 1):
+        lines.append("no sharper than bicubic interpolation: its gradient energy is as far from the real pictures'")
+    return lines
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -86,13 +60,17 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     on_device = sums.to(local_device())
     dist.all_reduce(on_device)
     model_error, bicubic_error, model_energy, bicubic_energy, energy, values, count = on_device.tolist()
-    result = Sharpness(
-        pictures=int(count),
-        factor=bicubic.factor,
-        psnr=psnr(model_error / values),
-        bicubic_psnr=psnr(bicubic_error / values),
-        gradient=model_energy / energy,
-        bicubic_gradient=bicubic_energy / energy,
-    )
-    missed = [] if args.minimum is None else result.missed(args.minimum)
-    return Measurement(result.lines(), asdict(result) | {"minimum": args.minimum}, missed)
+    # Both in dB, and as shares of the gradient energy of the real pictures, of which 1 is as sharp as they are.
+    record = {
+        "psnr": psnr(model_error / values),
+        "bicubic_psnr": psnr(bicubic_error / values),
+        "gradient": model_energy / energy,
+        "bicubic_gradient": bicubic_energy / energy,
+    }
+    lines = [
+        f"{count:.0f} held-out pictures, made {bicubic.factor} times smaller and enlarged again",
+        f"model:   PSNR {record['psnr']:.2f} dB, gradient energy {100 * record['gradient']:.1f} % of the real ones'",
+        f"bicubic: PSNR {record['bicubic_psnr']:.2f} dB, gradient energy {100 * record['bicubic_gradient']:.1f} %",
+    ]
+    about = {"pictures": int(count), "factor": bicubic.factor, "minimum": args.minimum}
+    return Measurement(lines, about | record, [] if args.minimum is None else shortfalls(record, args.minimum))

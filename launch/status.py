@@ -104,7 +104,8 @@ def read_status(run_dir: Path) -> RunStatus:
     for record in current_records(read_records(metrics) if metrics.is_file() else ()):
         _add(status, record)
     status.running, status.holder = _lock(run_dir)
-    status.beat = max((beat.time for beat in read_beats(run_dir).values() if _is_number(beat.time)), default=None)
+    beats = [as_number(beat.time) for beat in read_beats(run_dir).values()]
+    status.beat = max((time for time in beats if time is not None and math.isfinite(time)), default=None)
     for folder in (run_dir / "checkpoints").glob("iter_*"):
         if folder.name[5:].isdigit():
             with suppress(OSError):
@@ -130,10 +131,6 @@ def _add(status: RunStatus, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
             if name not in ("kind", "step", "time", "attempt", "loss_hex") and (number := as_number(value)) is not None:
                 status.series.setdefault(name, {})[step] = number
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _lock(run_dir: Path) -> tuple[Optional[bool], str]:

@@ -119,9 +119,8 @@ def _execute(options: cli.Options) -> int:
         _check_run(task)
         echo(config_file.summary(task), flush=True)
         _note_export(task)
-    if not options.yes:
-        _ask(options)
-
+    if not options.yes and input(f"Start {options.source}? [y/N] ").strip().lower() not in ("y", "yes"):
+        return EXIT_OK
     _configure_logging(options.verbose)
     run.run(task, direct=True)
     return EXIT_OK
@@ -252,12 +251,6 @@ def _configure_logging(verbose: bool) -> None:
     log_to_stderr(logging.INFO if verbose else logging.WARNING)
     for package in ("dit", "energon_data", "launch"):
         logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
-
-
-def _ask(options: cli.Options) -> None:
-    answer = input(f"Start {options.source}? [y/N] ")
-    if answer.strip().lower() not in ("y", "yes"):
-        raise SystemExit(EXIT_OK)
 
 
 def _report(error: UserError, verbose: bool) -> None:

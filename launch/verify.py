@@ -47,16 +47,12 @@ examples
   python -m launch.verify --factory "finetune_lora(base='runs/pixart')" parallel.tensor_model_parallel_size=2
   python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
 
-The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
-samples differ in length if the backbone takes such, one micro-batch of four is dense if the recipe does not pack
-samples, and every third micro-batch has samples with references if backbone, objective and conditions allow them.
+The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage.
 First, one rank is checked by itself: padding, packs against their samples, their order, accumulation, and the class of
-diffusers that computes the same. Then every gradient (with LoRA those of the adapters, on the tiny layers that stand
-for the recipe's), the losses, the weights and their averages after the steps, and the copies of each parameter are
-compared with the layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on
-both sides (and without references, because a rounding is a large share of few text tokens).
-The first wrong gradient is named with the declaration of its parameter. Settings that are not verified are named. The
-exit code is 0 if all are equal and 70 otherwise.
+diffusers that computes the same. Then every gradient (with LoRA those of the adapters), the losses, the weights and
+their averages after the steps, and the copies of each parameter are compared with the layout's: in fp32, in the
+recipe's precision within wider bounds, and with training.fp8 on both sides. The first wrong gradient is named with the
+declaration of its parameter, as are settings that are not verified. The exit code is 0 if all are equal, else 70.
 """
 
 
@@ -65,15 +61,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("launch.verify", DESCRIPTION, EXAMPLES)
     parser.add_argument("-f", "--factory", metavar="RECIPE", help="recipe, as launch.train takes it")
     parser.add_argument("--yaml", metavar="FILE", help="a saved configuration, or a run folder, instead")
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks; default: the fewest that the layout needs, at least 2"
-    )
-    parser.add_argument(
-        "--explain", action="store_true", help="print over what the real model's parameters are split and reduced"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="settings of the run, such as parallel.*"
-    )
+    flag = parser.add_argument
+    flag("--world-size", type=int, metavar="N", help="ranks (default: the fewest that the layout needs, at least 2)")
+    flag("--explain", action="store_true", help="print over what the real model's parameters are split and reduced")
+    flag("overrides", nargs="*", metavar="key.path=value", help="settings of the run, such as parallel.*")
     return parser
 
 

@@ -1,5 +1,9 @@
 """Parts that recipes have in common: the start of all of them, and the defaults of small and of tiny models."""
 
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import nemo_run as run
 
 from dit.data_api import DataConfig
@@ -10,6 +14,26 @@ from dit.optimizer.schedules import Constant, Cosine
 from dit.parallel.dims import ParallelConfig
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
+
+Kind = TypeVar("Kind")
+
+
+def part(target: type, name: str, kind: type[Kind], **settings: Any) -> Callable[[], run.Config[Kind]]:
+    """Return a factory of `run.Config(kind, **settings)`, under a name for overrides of a setting of type `target`.
+
+    `recipes.registry` reads its description from the string after the assignment: `NAME = part(TARGET, "NAME", KIND)`,
+    or `NAME = helper("NAME", KIND)` after `helper = partial(part, TARGET)`.
+    """
+
+    def factory() -> run.Config[Kind]:
+        return run.Config(kind, **copy.deepcopy(settings))
+
+    return run.cli.factory(factory, target=target, name=name)
+
+
+def named_recipe(name: str, recipe: Callable[..., run.Partial]) -> Callable[..., run.Partial]:
+    """Register a recipe under a name and return it; its description is the string after the assignment."""
+    return run.cli.factory(recipe, target=pretrain, name=name)
 
 
 def base_run(

@@ -1,8 +1,7 @@
 """DiT with text cross-attention from S to 7B.
 
 Names, sizes and settings are those of NeMo: EDM on latents of 16 channels, patch 2, text embeddings of width 1024
-(T5-large). Counts of GPUs follow from the layout and from the memory that `--dryrun` estimates; none of these runs
-has been made at full size here. More GPUs raise the data-parallel size.
+(T5-large).
 """
 
 import math

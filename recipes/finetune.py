@@ -28,6 +28,7 @@ from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
+from recipes.base import named_recipe
 from recipes.components import ddpm_latent
 from recipes.dit import text_conditional
 from recipes.flux import chroma_9b
@@ -272,6 +273,17 @@ def _published(name: str, base: Optional[str], lora: bool, gpus: Optional[int], 
     return recipe
 
 
+def _recipe_of(name: str, gpus: int, gpu_memory: int = 80) -> Callable[..., run.Partial]:
+    """Return the recipe of a published model, by default on the GPUs that a training of all weights needs."""
+
+    def recipe(
+        base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = gpus, gpu_memory: int = gpu_memory
+    ) -> run.Partial:
+        return _published(name, base, lora, gpus, gpu_memory)
+
+    return recipe
+
+
 @run.cli.factory(target=pretrain)
 def finetune_flux2_klein(
     base: Optional[str] = None,
@@ -288,15 +300,11 @@ def finetune_flux2_klein(
     return _published(f"flux2_klein_{size}", base, lora, gpus, gpu_memory)
 
 
-@run.cli.factory(target=pretrain)
-def finetune_qwen_image(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
-) -> run.Partial:
-    """Qwen-Image (20.43 B) in the pipeline `models/qwen-image`, all weights: 8 x 80 GB.
+finetune_qwen_image = named_recipe("finetune_qwen_image", _recipe_of("qwen_image", gpus=8))
+"""Qwen-Image (20.43 B) in the pipeline `models/qwen-image`, all weights: 8 x 80 GB.
 
-    `lora=True`: adapters of rank 16, also on one 80 GB GPU. Guided samples keep the norm of the conditional ones.
-    """
-    return _published("qwen_image", base, lora, gpus, gpu_memory)
+`lora=True`: adapters of rank 16, also on one 80 GB GPU. Guided samples keep the norm of the conditional ones.
+"""
 
 
 @run.cli.factory(target=pretrain)
@@ -314,28 +322,19 @@ def finetune_qwen_image_edit(
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def finetune_wan22_ti2v(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
-) -> run.Partial:
-    """Wan 2.2 TI2V 5B (5.00 B) in the pipeline `models/wan22-ti2v`, all weights: 8 x 80 GB.
+finetune_wan22_ti2v = named_recipe("finetune_wan22_ti2v", _recipe_of("wan22_ti2v", gpus=8))
+"""Wan 2.2 TI2V 5B (5.00 B) in the pipeline `models/wan22-ti2v`, all weights: 8 x 80 GB.
 
-    `lora=True`: adapters of rank 16, also on one 24 GB GPU. The first frame of half of the clips is clean: one model
-    draws clips from a text, and from a text and a picture.
-    """
-    return _published("wan22_ti2v", base, lora, gpus, gpu_memory)
+`lora=True`: adapters of rank 16, also on one 24 GB GPU. The first frame of half of the clips is clean: one model
+draws clips from a text, and from a text and a picture.
+"""
 
+finetune_sdxl = named_recipe("finetune_sdxl", _recipe_of("sdxl", gpus=1))
+"""Stable Diffusion XL (2.57 B) in the pipeline `models/sdxl`, all weights: one 80 GB GPU.
 
-@run.cli.factory(target=pretrain)
-def finetune_sdxl(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 1, gpu_memory: int = 80
-) -> run.Partial:
-    """Stable Diffusion XL (2.57 B) in the pipeline `models/sdxl`, all weights: one 80 GB GPU.
-
-    `lora=True`: adapters of rank 16, also on one 24 GB GPU. The network predicts the noise, and reads sizes and crop
-    of every picture. Batches have pictures of one shape.
-    """
-    return _published("sdxl", base, lora, gpus, gpu_memory)
+`lora=True`: adapters of rank 16, also on one 24 GB GPU. The network predicts the noise, and reads sizes and crop
+of every picture. Batches have pictures of one shape.
+"""
 
 
 @run.cli.factory(target=pretrain)
@@ -354,72 +353,43 @@ def finetune_sd35(
     return _published(f"sd35_{size}", base, lora, gpus, gpu_memory)
 
 
-@run.cli.factory(target=pretrain)
-def finetune_z_image(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
-) -> run.Partial:
-    """Z-Image (6.15 B) in the pipeline `models/z-image`, all weights: 8 x 80 GB.
+finetune_z_image = named_recipe("finetune_z_image", _recipe_of("z_image", gpus=8))
+"""Z-Image (6.15 B) in the pipeline `models/z-image`, all weights: 8 x 80 GB.
 
-    `lora=True`: adapters of rank 16, also on one 24 GB GPU. Text and image of a sample are extended to multiples of 32
-    tokens inside the network.
-    """
-    return _published("z_image", base, lora, gpus, gpu_memory)
+`lora=True`: adapters of rank 16, also on one 24 GB GPU. Text and image of a sample are extended to multiples of 32
+tokens inside the network.
+"""
 
+finetune_lumina2 = named_recipe("finetune_lumina2", _recipe_of("lumina2", gpus=1))
+"""Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2`, all weights: one 80 GB GPU.
 
-@run.cli.factory(target=pretrain)
-def finetune_lumina2(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 1, gpu_memory: int = 80
-) -> run.Partial:
-    """Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2`, all weights: one 80 GB GPU.
+`lora=True`: adapters of rank 16, also on one 24 GB GPU.
+"""
 
-    `lora=True`: adapters of rank 16, also on one 24 GB GPU.
-    """
-    return _published("lumina2", base, lora, gpus, gpu_memory)
+finetune_prx = named_recipe("finetune_prx", _recipe_of("prx", gpus=1, gpu_memory=24))
+"""PRX (1.17 B) in the pipeline `models/prx`, all weights: one 24 GB GPU.
 
+`lora=True`: adapters of rank 16. Average and moments are in host memory.
+"""
 
-@run.cli.factory(target=pretrain)
-def finetune_prx(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 1, gpu_memory: int = 24
-) -> run.Partial:
-    """PRX (1.17 B) in the pipeline `models/prx`, all weights: one 24 GB GPU.
+finetune_sana = named_recipe("finetune_sana", _recipe_of("sana", gpus=1))
+"""SANA 1.6B (1.60 B) in the pipeline `models/sana`, all weights: one 80 GB GPU.
 
-    `lora=True`: adapters of rank 16. Average and moments are in host memory.
-    """
-    return _published("prx", base, lora, gpus, gpu_memory)
+`lora=True`: adapters of rank 16, also on one 24 GB GPU.
+"""
 
+finetune_chroma = named_recipe("finetune_chroma", _recipe_of("chroma", gpus=8))
+"""Chroma (8.90 B) in the pipeline `models/chroma`, all weights: 8 x 80 GB.
 
-@run.cli.factory(target=pretrain)
-def finetune_sana(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 1, gpu_memory: int = 80
-) -> run.Partial:
-    """SANA 1.6B (1.60 B) in the pipeline `models/sana`, all weights: one 80 GB GPU.
+`lora=True`: adapters of rank 16, also on one 24 GB GPU.
+"""
 
-    `lora=True`: adapters of rank 16, also on one 24 GB GPU.
-    """
-    return _published("sana", base, lora, gpus, gpu_memory)
+finetune_hunyuan_video = named_recipe("finetune_hunyuan_video", _recipe_of("hunyuan_video", gpus=8))
+"""HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`, all weights: 8 x 80 GB.
 
-
-@run.cli.factory(target=pretrain)
-def finetune_chroma(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
-) -> run.Partial:
-    """Chroma (8.90 B) in the pipeline `models/chroma`, all weights: 8 x 80 GB.
-
-    `lora=True`: adapters of rank 16, also on one 24 GB GPU.
-    """
-    return _published("chroma", base, lora, gpus, gpu_memory)
-
-
-@run.cli.factory(target=pretrain)
-def finetune_hunyuan_video(
-    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
-) -> run.Partial:
-    """HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`, all weights: 8 x 80 GB.
-
-    `lora=True`: adapters of rank 16, also on one 80 GB GPU. FSDP leaves room for the activations of a clip of 121
-    frames of 1280 x 720. Clips may have tokens of SigLIP (`image_tokens`), too.
-    """
-    return _published("hunyuan_video", base, lora, gpus, gpu_memory)
+`lora=True`: adapters of rank 16, also on one 80 GB GPU. FSDP leaves room for the activations of a clip of 121
+frames of 1280 x 720. Clips may have tokens of SigLIP (`image_tokens`), too.
+"""
 
 
 @run.cli.factory(target=pretrain)

@@ -1,8 +1,7 @@
 """FLUX, Qwen-Image, Stable Diffusion 3, Lumina 2, Z-Image: flow matching on images, most of 1024 px.
 
-Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers. Numbers of GPUs follow from the layout
-and from the memory that `--dryrun` estimates; none of these runs has been made at full size. A sample needs a text; of
-FLUX.1 and Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
+Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers. A sample needs a text; of FLUX.1 and
+Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
 """
 
 import nemo_run as run
@@ -15,6 +14,7 @@ from dit.optimizer.schedules import Constant
 from dit.settings import OptimizerConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
+from recipes.base import part
 from recipes.dit import as_mock, flow_conditional, in_seconds, on_tensor_parallel, with_fsdp
 from recipes.models import (
     flux2_dev,
@@ -33,10 +33,8 @@ IMAGE_1024 = (1, 128, 128)
 """Latent (frames, height, width) of 4096 tokens."""
 
 
-@run.cli.factory(target=ModelConfig)
-def chroma_9b() -> run.Config[ChromaConfig]:
-    """Chroma (8.90 B): FLUX.1 with a network of 278 M that computes all modulations; text of 4096."""
-    return run.Config(ChromaConfig)
+chroma_9b = part(ModelConfig, "chroma_9b", ChromaConfig)
+"""Chroma (8.90 B): FLUX.1 with a network of 278 M that computes all modulations; text of 4096."""
 
 
 def flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:

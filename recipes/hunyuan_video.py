@@ -10,16 +10,15 @@ from dit.models.base import ModelConfig
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
+from recipes.base import part
 from recipes.dit import flow_conditional, in_seconds, on_tensor_parallel, with_fsdp
 
 CLIP_TOKENS = 49_290
 """Of a latent of 31 x 30 x 53: 121 frames of 848 x 480 through an autoencoder of 4 x 16 x 16."""
 
 
-@run.cli.factory(target=ModelConfig)
-def hunyuan_video_8b() -> run.Config[HunyuanVideoConfig]:
-    """HunyuanVideo 1.5 (8.33 B): 54 joint blocks of width 2048, 16 heads; 32 latent channels, text of 3584."""
-    return run.Config(HunyuanVideoConfig, num_joint_layers=54)
+hunyuan_video_8b = part(ModelConfig, "hunyuan_video_8b", HunyuanVideoConfig, num_joint_layers=54)
+"""HunyuanVideo 1.5 (8.33 B): 54 joint blocks of width 2048, 16 heads; 32 latent channels, text of 3584."""
 
 
 def _hunyuan(name: str, model: run.Config[ModelConfig]) -> run.Partial:

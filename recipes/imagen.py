@@ -1,12 +1,14 @@
 """Imagen's UNets on pixels: a base model at 64 px, and super-resolution from 64 to 256 and from 256 to 1024 px.
 
-Sizes and settings are those of NVIDIA NeMo's Imagen; a deviation is named where it is. None of these runs has been made
-at full size here. The data are pictures with embedded captions:
+Sizes and settings are those of NVIDIA NeMo's Imagen; a deviation is named where it is. The data are pictures with
+embedded captions:
 
     python -m energon_data.prepare images PICTURES --text-encoder text=google-t5/t5-11b --out data/imagen_images
 
 A super-resolution model makes its small picture from the large one while it reads.
 """
+
+from typing import Any
 
 import nemo_run as run
 
@@ -21,16 +23,20 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run, short_run
+from recipes.base import base_run, part, short_run
 
 TEXT_TOKENS = 128
 
-
-@run.cli.factory(target=ModelConfig)
-def imagen_base_500m() -> run.Config[UNetConfig]:
-    """Imagen's regular UNet at 64 px (524,897,540): 256 to 1024 channels, fused attention at 8, 16, 32 px."""
-    sizes = {"channel_multipliers": [1, 2, 3, 4], "num_res_blocks": [3, 3, 3, 3], "attention_levels": [1, 2, 3]}
-    return run.Config(UNetConfig, hidden_size=256, **sizes)
+imagen_base_500m = part(
+    ModelConfig,
+    "imagen_base_500m",
+    UNetConfig,
+    hidden_size=256,
+    channel_multipliers=[1, 2, 3, 4],
+    num_res_blocks=[3, 3, 3, 3],
+    attention_levels=[1, 2, 3],
+)
+"""Imagen's regular UNet at 64 px (524,897,540): 256 to 1024 channels, fused attention at 8, 16, 32 px."""
 
 
 @run.cli.factory(target=ModelConfig)
@@ -41,25 +47,24 @@ def imagen_base_2b() -> run.Config[UNetConfig]:
     return model
 
 
-@run.cli.factory(target=ModelConfig)
-def imagen_sr_400m() -> run.Config[UNetConfig]:
-    """Imagen's regular UNet from 64 to 256 px (408,350,468): 128 to 768 channels, fused attention at 16 and 32 px."""
-    return run.Config(
-        UNetConfig,
-        hidden_size=128,
-        channel_multipliers=[1, 2, 4, 6, 6],
-        num_res_blocks=[2, 2, 3, 4, 3],
-        attention_levels=[3, 4],
-        low_resolution_factor=4,
-        low_resolution_kernel="opencv",
-        noise_augmentation=True,
-    )
+imagen_sr_400m = part(
+    ModelConfig,
+    "imagen_sr_400m",
+    UNetConfig,
+    hidden_size=128,
+    channel_multipliers=[1, 2, 4, 6, 6],
+    num_res_blocks=[2, 2, 3, 4, 3],
+    attention_levels=[3, 4],
+    low_resolution_factor=4,
+    low_resolution_kernel="opencv",
+    noise_augmentation=True,
+)
+"""Imagen's regular UNet from 64 to 256 px (408,350,468): 128 to 768 channels, fused attention at 16 and 32 px."""
 
-
-@run.cli.factory(target=ModelConfig)
-def imagen_sr_600m() -> run.Config[EfficientUNetConfig]:
-    """Imagen's Efficient UNet, four times larger pictures (646,023,428): 128 to 1024 channels, fused attention."""
-    return run.Config(EfficientUNetConfig, noise_augmentation=True, low_resolution_kernel="opencv")
+imagen_sr_600m = part(
+    ModelConfig, "imagen_sr_600m", EfficientUNetConfig, noise_augmentation=True, low_resolution_kernel="opencv"
+)
+"""Imagen's Efficient UNet, four times larger pictures (646,023,428): 128 to 1024 channels, fused attention."""
 
 
 def _imagen(name: str, model: run.Config[ModelConfig], pixels: int, micro_batch: int, batch: int) -> run.Partial:
@@ -96,6 +101,12 @@ def _super_resolution(
     return recipe
 
 
+def _tiny(kind: type[ModelConfig], **settings: Any) -> run.Config[ModelConfig]:
+    """Return a UNet with 32 and 64 channels."""
+    levels = {"channel_multipliers": [1, 2], "num_res_blocks": [1, 1], "attention_levels": [1]}
+    return run.Config(kind, hidden_size=32, context_size=32, head_size=16, norm_num_groups=8, **levels, **settings)
+
+
 @run.cli.factory(target=pretrain)
 def tiny_imagen() -> run.Partial:
     """Imagen's regular UNet with 32 and 64 channels, 16 px, texts: any machine.
@@ -103,17 +114,7 @@ def tiny_imagen() -> run.Partial:
     Both levels of the size, fused attention at the lower one; 20 steps, in which the loss falls by a third or more.
     """
     recipe = imagen_500m_res_64()
-    recipe.model = run.Config(
-        UNetConfig,
-        hidden_size=32,
-        channel_multipliers=[1, 2],
-        num_res_blocks=[1, 1],
-        attention_levels=[1],
-        condition_size=32,
-        context_size=32,
-        head_size=16,
-        norm_num_groups=8,
-    )
+    recipe.model = _tiny(UNetConfig, condition_size=32)
     return _in_seconds(recipe, "tiny_imagen")
 
 
@@ -124,17 +125,7 @@ def tiny_imagen_sr() -> run.Partial:
     The small picture is made from the large one and noised at a separate level; 20 steps, in which the loss falls.
     """
     recipe = imagen_600m_res_256()
-    recipe.model = run.Config(
-        EfficientUNetConfig,
-        hidden_size=32,
-        channel_multipliers=[1, 2],
-        num_res_blocks=[1, 1],
-        attention_levels=[1],
-        context_size=32,
-        head_size=16,
-        norm_num_groups=8,
-        noise_augmentation=True,
-    )
+    recipe.model = _tiny(EfficientUNetConfig, noise_augmentation=True)
     return _in_seconds(recipe, "tiny_imagen_sr")
 
 

@@ -1,8 +1,4 @@
-"""Class-conditional models on ImageNet, DiT at 256 px and EDM2's UNet at 512 px: settings that their authors published.
-
-Counts of GPUs follow from the memory that `--dryrun` estimates; none of these runs has been made at full size here.
-More GPUs raise the data-parallel size.
-"""
+"""Class-conditional models on ImageNet, DiT at 256 px and EDM2's UNet at 512 px, with published settings."""
 
 import nemo_run as run
 
@@ -15,7 +11,7 @@ from dit.optimizer.schedules import WSD, Constant, InverseSqrt
 from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.base import base_run
+from recipes.base import base_run, part
 from recipes.components import edm_uncertainty
 from recipes.models import dit_b, dit_dh_xl, dit_l, dit_s, dit_xl, edm2_s, jit_b16, lightningdit_xl, rit_xl, sr_dit_b1
 
@@ -26,12 +22,8 @@ def _imagenet(
     """Return the published training setting of DiT at patch 2, which other recipes change, on `data/imagenet_DATA`.
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
-    no clipping, EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations:
-    the network predicts the noise only, the original also learns the variance. A latent is the mean of the VAE's
-    distribution, the original draws from the distribution in every step. Pictures are not flipped at random, because
-    the latent of a mirrored picture is not the mirrored latent. The original flips with probability 0.5, which needs
-    every picture twice in the data, encoded as it is and mirrored (energon_data/README.md). Samples are drawn by 50
-    steps of DDIM, guided in all channels; the original draws them by 250 ancestral steps, guided in three of four.
+    no clipping, EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. For
+    deviations see `dit_s2_imagenet`.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
     """
@@ -51,10 +43,11 @@ def _imagenet(
 def dit_s2_imagenet() -> run.Partial:
     """DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
 
-    Deviations of all four sizes: noise prediction without the learned variance; latents that are the mean of the VAE's
-    distribution; random flips only if the data hold every picture twice, encoded as it is and mirrored; samples by 50
-    steps of DDIM, guided in all channels. The smallest published size; the paper reports FID 68.4 after 400 k steps
-    without guidance.
+    The smallest published size; the paper reports FID 68.4 after 400 k steps without guidance. Deviations of all four
+    sizes: noise prediction without the learned variance; latents that are the mean of the VAE's distribution, from
+    which the original draws in every step; random flips, which the original makes with probability 0.5, only if the
+    data hold every picture twice, encoded as it is and mirrored; samples by 50 steps of DDIM, guided in all channels
+    (original: 250 ancestral steps, guided in three of four).
     """
     return _imagenet("dit_s2_imagenet", dit_s())
 
@@ -87,10 +80,8 @@ def dit_xl2_imagenet() -> run.Partial:
     return _imagenet("dit_xl2_imagenet", dit_xl())
 
 
-@run.cli.factory(target=Alignment)
-def repa() -> run.Config[Alignment]:
-    """Align the tokens after layer 8 with DINOv2-B (REPA), `objective.alignment=repa` of flow matching."""
-    return run.Config(Alignment)
+repa = part(Alignment, "repa", Alignment)
+"""Align the tokens after layer 8 with DINOv2-B (REPA), `objective.alignment=repa` of flow matching."""
 
 
 @run.cli.factory(target=pretrain)

@@ -1,5 +1,7 @@
 """Named models and their parts for overrides: `model=dit_xl`, `model.routing=tread`."""
 
+from functools import partial
+
 import nemo_run as run
 
 from dit.models.autoencoder.config import AutoencoderConfig
@@ -22,30 +24,21 @@ from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.models.z_image.config import ZImageConfig
+from recipes.base import part
 
+_model = partial(part, ModelConfig)
 
-@run.cli.factory(target=ModelConfig)
-def dit_s() -> run.Config[DiTConfig]:
-    """DiT-S: 12 layers of width 384, 6 heads; latents of 4 channels, patch 2, 1000 classes."""
-    return run.Config(DiTConfig, hidden_size=384, num_layers=12, num_attention_heads=6, num_classes=1000)
+dit_s = _model("dit_s", DiTConfig, hidden_size=384, num_layers=12, num_attention_heads=6, num_classes=1000)
+"""DiT-S: 12 layers of width 384, 6 heads; latents of 4 channels, patch 2, 1000 classes."""
 
+dit_b = _model("dit_b", DiTConfig, hidden_size=768, num_layers=12, num_attention_heads=12, num_classes=1000)
+"""DiT-B: 12 layers of width 768, 12 heads; otherwise as dit_s."""
 
-@run.cli.factory(target=ModelConfig)
-def dit_b() -> run.Config[DiTConfig]:
-    """DiT-B: 12 layers of width 768, 12 heads; otherwise as dit_s."""
-    return run.Config(DiTConfig, hidden_size=768, num_layers=12, num_attention_heads=12, num_classes=1000)
+dit_l = _model("dit_l", DiTConfig, hidden_size=1024, num_layers=24, num_attention_heads=16, num_classes=1000)
+"""DiT-L: 24 layers of width 1024, 16 heads; otherwise as dit_s."""
 
-
-@run.cli.factory(target=ModelConfig)
-def dit_l() -> run.Config[DiTConfig]:
-    """DiT-L: 24 layers of width 1024, 16 heads; otherwise as dit_s."""
-    return run.Config(DiTConfig, hidden_size=1024, num_layers=24, num_attention_heads=16, num_classes=1000)
-
-
-@run.cli.factory(target=ModelConfig)
-def dit_xl() -> run.Config[DiTConfig]:
-    """DiT-XL: 28 layers of width 1152, 16 heads; otherwise as dit_s."""
-    return run.Config(DiTConfig, hidden_size=1152, num_layers=28, num_attention_heads=16, num_classes=1000)
+dit_xl = _model("dit_xl", DiTConfig, hidden_size=1152, num_layers=28, num_attention_heads=16, num_classes=1000)
+"""DiT-XL: 28 layers of width 1152, 16 heads; otherwise as dit_s."""
 
 
 @run.cli.factory(target=ModelConfig)
@@ -95,168 +88,128 @@ def jit_b16() -> run.Config[DiTConfig]:
     return model
 
 
-@run.cli.factory(target=ModelConfig)
-def dit_cross_s() -> run.Config[DiTCrossConfig]:
-    """DiT-S with text cross-attention: 12 layers of width 384, 6 heads; 16 latent channels, text of 1024."""
-    return run.Config(DiTCrossConfig, hidden_size=384, num_layers=12, num_attention_heads=6)
+dit_cross_s = _model("dit_cross_s", DiTCrossConfig, hidden_size=384, num_layers=12, num_attention_heads=6)
+"""DiT-S with text cross-attention: 12 layers of width 384, 6 heads; 16 latent channels, text of 1024."""
 
+dit_cross_b = _model("dit_cross_b", DiTCrossConfig, hidden_size=768, num_layers=12, num_attention_heads=12)
+"""DiT-B with text cross-attention: 12 layers of width 768, 12 heads; otherwise as dit_cross_s."""
 
-@run.cli.factory(target=ModelConfig)
-def dit_cross_b() -> run.Config[DiTCrossConfig]:
-    """DiT-B with text cross-attention: 12 layers of width 768, 12 heads; otherwise as dit_cross_s."""
-    return run.Config(DiTCrossConfig, hidden_size=768, num_layers=12, num_attention_heads=12)
+dit_cross_l = _model("dit_cross_l", DiTCrossConfig, hidden_size=1024, num_layers=24, num_attention_heads=16)
+"""DiT-L with text cross-attention: 24 layers of width 1024, 16 heads; otherwise as dit_cross_s."""
 
+dit_cross_xl = _model("dit_cross_xl", DiTCrossConfig, hidden_size=1152, num_layers=28, num_attention_heads=16)
+"""DiT-XL with text cross-attention: 28 layers of width 1152, 16 heads; otherwise as dit_cross_s."""
 
-@run.cli.factory(target=ModelConfig)
-def dit_cross_l() -> run.Config[DiTCrossConfig]:
-    """DiT-L with text cross-attention: 24 layers of width 1024, 16 heads; otherwise as dit_cross_s."""
-    return run.Config(DiTCrossConfig, hidden_size=1024, num_layers=24, num_attention_heads=16)
+dit_cross_7b = _model("dit_cross_7b", DiTCrossConfig, hidden_size=3072, num_layers=32, num_attention_heads=24)
+"""DiT-7B with text cross-attention: 32 layers of width 3072, 24 heads; otherwise as dit_cross_s."""
 
+dit_cross_28b = _model("dit_cross_28b", DiTCrossConfig, hidden_size=6144, num_layers=32, num_attention_heads=48)
+"""DiT-28B with text cross-attention: 32 layers of width 6144, 48 heads; otherwise as dit_cross_s."""
 
-@run.cli.factory(target=ModelConfig)
-def dit_cross_xl() -> run.Config[DiTCrossConfig]:
-    """DiT-XL with text cross-attention: 28 layers of width 1152, 16 heads; otherwise as dit_cross_s."""
-    return run.Config(DiTCrossConfig, hidden_size=1152, num_layers=28, num_attention_heads=16)
+moviegen_1b = _model(
+    "moviegen_1b", MovieGenConfig, hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192
+)
+"""MovieGen-1B (1.54 B): 16 layers of width 2048, 32 heads in 8 groups; 16 latent channels, text of 1024.
 
+Deviation of all sizes: queries and keys are normalised (`qk_layernorm=True`), which neither the paper's nor NeMo's
+Movie Gen does.
+"""
 
-@run.cli.factory(target=ModelConfig)
-def dit_cross_7b() -> run.Config[DiTCrossConfig]:
-    """DiT-7B with text cross-attention: 32 layers of width 3072, 24 heads; otherwise as dit_cross_s."""
-    return run.Config(DiTCrossConfig, hidden_size=3072, num_layers=32, num_attention_heads=24)
+moviegen_3b = _model(
+    "moviegen_3b", MovieGenConfig, hidden_size=3072, num_layers=28, num_attention_heads=24, ffn_hidden_size=8192
+)
+"""MovieGen-3B (5.02 B): 28 layers of width 3072, 24 heads in 8 groups."""
 
+moviegen_5b = _model(
+    "moviegen_5b", MovieGenConfig, hidden_size=3072, num_layers=32, num_attention_heads=24, ffn_hidden_size=8192
+)
+"""MovieGen-5B (5.74 B): 32 layers of width 3072, 24 heads in 8 groups."""
 
-@run.cli.factory(target=ModelConfig)
-def dit_cross_28b() -> run.Config[DiTCrossConfig]:
-    """DiT-28B with text cross-attention: 32 layers of width 6144, 48 heads; otherwise as dit_cross_s."""
-    return run.Config(DiTCrossConfig, hidden_size=6144, num_layers=32, num_attention_heads=48)
+moviegen_30b = _model(
+    "moviegen_30b", MovieGenConfig, hidden_size=6144, num_layers=48, num_attention_heads=48, ffn_hidden_size=16384
+)
+"""MovieGen-30B (33.4 B): 48 layers of width 6144, 48 heads in 8 groups."""
 
+flux_dev = _model("flux_dev", FluxConfig, num_joint_layers=19, num_single_layers=38)
+"""FLUX.1 (11.9 B): 19 joint and 38 single-stream blocks of width 3072, 24 heads; text of 4096, pooled of 768."""
 
-@run.cli.factory(target=ModelConfig)
-def moviegen_1b() -> run.Config[MovieGenConfig]:
-    """MovieGen-1B (1.54 B): 16 layers of width 2048, 32 heads in 8 groups; 16 latent channels, text of 1024.
+flux_two_layers = _model("flux_two_layers", FluxConfig, num_joint_layers=1, num_single_layers=1)
+"""FLUX.1 cut to one block of each kind (535 M); otherwise as flux_dev."""
 
-    Deviation of all sizes: queries and keys are normalised (`qk_layernorm=True`), which neither the paper's nor NeMo's
-    Movie Gen does.
-    """
-    return run.Config(MovieGenConfig, hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192)
+flux2_dev = _model("flux2_dev", Flux2Config, guidance=4.0)
+"""FLUX.2 dev (32.2 B): 8 joint and 48 single-stream blocks of width 6144, 48 heads; text of 15360."""
 
+flux2_klein_9b = _model(
+    "flux2_klein_9b",
+    Flux2Config,
+    num_single_layers=24,
+    hidden_size=4096,
+    num_attention_heads=32,
+    ffn_hidden_size=12288,
+    context_size=12288,
+)
+"""FLUX.2 klein 9B (9.08 B): 8 joint and 24 single-stream blocks of width 4096, 32 heads; text of 12288."""
 
-@run.cli.factory(target=ModelConfig)
-def moviegen_3b() -> run.Config[MovieGenConfig]:
-    """MovieGen-3B (5.02 B): 28 layers of width 3072, 24 heads in 8 groups."""
-    return run.Config(MovieGenConfig, hidden_size=3072, num_layers=28, num_attention_heads=24, ffn_hidden_size=8192)
+flux2_klein_4b = _model(
+    "flux2_klein_4b",
+    Flux2Config,
+    num_joint_layers=5,
+    num_single_layers=20,
+    hidden_size=3072,
+    num_attention_heads=24,
+    ffn_hidden_size=9216,
+    context_size=7680,
+)
+"""FLUX.2 klein 4B (3.88 B): 5 joint and 20 single-stream blocks of width 3072, 24 heads; text of 7680."""
 
+qwen_image_20b = _model("qwen_image_20b", QwenImageConfig, num_joint_layers=60)
+"""Qwen-Image (20.4 B): 60 joint blocks of width 3072, 24 heads; text of 3584."""
 
-@run.cli.factory(target=ModelConfig)
-def moviegen_5b() -> run.Config[MovieGenConfig]:
-    """MovieGen-5B (5.74 B): 32 layers of width 3072, 24 heads in 8 groups."""
-    return run.Config(MovieGenConfig, hidden_size=3072, num_layers=32, num_attention_heads=24, ffn_hidden_size=8192)
+qwen_image_edit_20b = _model("qwen_image_edit_20b", QwenImageConfig, num_joint_layers=60, clean_reference_time=True)
+"""Qwen-Image-Edit-2511 (20.4 B): as Qwen-Image, and references have the time 0."""
 
+prx_1_2b = _model("prx_1_2b", PRXConfig)
+"""PRX (1.17 B): 16 layers of width 1792, 28 heads; text of 2304."""
 
-@run.cli.factory(target=ModelConfig)
-def moviegen_30b() -> run.Config[MovieGenConfig]:
-    """MovieGen-30B (33.4 B): 48 layers of width 6144, 48 heads in 8 groups."""
-    return run.Config(MovieGenConfig, hidden_size=6144, num_layers=48, num_attention_heads=48, ffn_hidden_size=16384)
+sana_1_6b = _model("sana_1_6b", SanaConfig)
+"""SANA 1.6B (1.60 B): 20 layers of width 2240, 70 heads of linear attention; 32 latent channels, text of 2304."""
 
+sd3_5_large = _model("sd3_5_large", SD3Config, num_joint_layers=38)
+"""Stable Diffusion 3.5 large (8.06 B): 38 joint blocks of width 2432, 38 heads; texts of 4096, pooled 2048."""
 
-@run.cli.factory(target=ModelConfig)
-def flux_dev() -> run.Config[FluxConfig]:
-    """FLUX.1 (11.9 B): 19 joint and 38 single-stream blocks of width 3072, 24 heads; text of 4096, pooled of 768."""
-    return run.Config(FluxConfig, num_joint_layers=19, num_single_layers=38)
+sd3_5_medium = _model(
+    "sd3_5_medium",
+    SD3Config,
+    hidden_size=1536,
+    num_attention_heads=24,
+    num_joint_layers=24,
+    num_dual_layers=13,
+    position_crop=[384, 64],
+)
+"""Stable Diffusion 3.5 medium (2.24 B): 24 joint blocks of width 1536, 13 with a second attention."""
 
+lumina2_2b = _model("lumina2_2b", Lumina2Config, num_single_layers=26)
+"""Lumina-Image 2.0 (2.61 B): 2 refiners and 26 blocks of width 2304, 24 heads in 8 groups; text of 2304."""
 
-@run.cli.factory(target=ModelConfig)
-def flux_two_layers() -> run.Config[FluxConfig]:
-    """FLUX.1 cut to one block of each kind (535 M); otherwise as flux_dev."""
-    return run.Config(FluxConfig, num_joint_layers=1, num_single_layers=1)
+z_image_6b = _model("z_image_6b", ZImageConfig, num_single_layers=30)
+"""Z-Image (6.15 B): 2 refiners and 30 blocks of width 3840, 30 heads; text of 2560."""
 
+wan_1_3b = _model("wan_1_3b", WanConfig, hidden_size=1536, num_layers=30, num_attention_heads=12, ffn_hidden_size=8960)
+"""Wan 2.1 1.3B (1.42 B): 30 layers of width 1536, 12 heads; 16 latent channels, text of 4096."""
 
-@run.cli.factory(target=ModelConfig)
-def flux2_dev() -> run.Config[Flux2Config]:
-    """FLUX.2 dev (32.2 B): 8 joint and 48 single-stream blocks of width 6144, 48 heads; text of 15360."""
-    return run.Config(Flux2Config, guidance=4.0)
+wan_14b = _model("wan_14b", WanConfig, hidden_size=5120, num_layers=40, num_attention_heads=40, ffn_hidden_size=13824)
+"""Wan 2.1 14B (14.3 B): 40 layers of width 5120, 40 heads; otherwise as wan_1_3b."""
 
-
-@run.cli.factory(target=ModelConfig)
-def flux2_klein_9b() -> run.Config[Flux2Config]:
-    """FLUX.2 klein 9B (9.08 B): 8 joint and 24 single-stream blocks of width 4096, 32 heads; text of 12288."""
-    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 12288, "context_size": 12288}
-    return run.Config(Flux2Config, num_single_layers=24, **sizes)
-
-
-@run.cli.factory(target=ModelConfig)
-def flux2_klein_4b() -> run.Config[Flux2Config]:
-    """FLUX.2 klein 4B (3.88 B): 5 joint and 20 single-stream blocks of width 3072, 24 heads; text of 7680."""
-    sizes = {"hidden_size": 3072, "num_attention_heads": 24, "ffn_hidden_size": 9216, "context_size": 7680}
-    return run.Config(Flux2Config, num_joint_layers=5, num_single_layers=20, **sizes)
-
-
-@run.cli.factory(target=ModelConfig)
-def qwen_image_20b() -> run.Config[QwenImageConfig]:
-    """Qwen-Image (20.4 B): 60 joint blocks of width 3072, 24 heads; text of 3584."""
-    return run.Config(QwenImageConfig, num_joint_layers=60)
-
-
-@run.cli.factory(target=ModelConfig)
-def qwen_image_edit_20b() -> run.Config[QwenImageConfig]:
-    """Qwen-Image-Edit-2511 (20.4 B): as Qwen-Image, and references have the time 0."""
-    return run.Config(QwenImageConfig, num_joint_layers=60, clean_reference_time=True)
-
-
-@run.cli.factory(target=ModelConfig)
-def prx_1_2b() -> run.Config[PRXConfig]:
-    """PRX (1.17 B): 16 layers of width 1792, 28 heads; text of 2304."""
-    return run.Config(PRXConfig)
-
-
-@run.cli.factory(target=ModelConfig)
-def sana_1_6b() -> run.Config[SanaConfig]:
-    """SANA 1.6B (1.60 B): 20 layers of width 2240, 70 heads of linear attention; 32 latent channels, text of 2304."""
-    return run.Config(SanaConfig)
-
-
-@run.cli.factory(target=ModelConfig)
-def sd3_5_large() -> run.Config[SD3Config]:
-    """Stable Diffusion 3.5 large (8.06 B): 38 joint blocks of width 2432, 38 heads; texts of 4096, pooled 2048."""
-    return run.Config(SD3Config, num_joint_layers=38)
-
-
-@run.cli.factory(target=ModelConfig)
-def sd3_5_medium() -> run.Config[SD3Config]:
-    """Stable Diffusion 3.5 medium (2.24 B): 24 joint blocks of width 1536, 13 with a second attention."""
-    sizes = {"hidden_size": 1536, "num_attention_heads": 24, "num_joint_layers": 24, "num_dual_layers": 13}
-    return run.Config(SD3Config, **sizes, position_crop=[384, 64])
-
-
-@run.cli.factory(target=ModelConfig)
-def lumina2_2b() -> run.Config[Lumina2Config]:
-    """Lumina-Image 2.0 (2.61 B): 2 refiners and 26 blocks of width 2304, 24 heads in 8 groups; text of 2304."""
-    return run.Config(Lumina2Config, num_single_layers=26)
-
-
-@run.cli.factory(target=ModelConfig)
-def z_image_6b() -> run.Config[ZImageConfig]:
-    """Z-Image (6.15 B): 2 refiners and 30 blocks of width 3840, 30 heads; text of 2560."""
-    return run.Config(ZImageConfig, num_single_layers=30)
-
-
-@run.cli.factory(target=ModelConfig)
-def wan_1_3b() -> run.Config[WanConfig]:
-    """Wan 2.1 1.3B (1.42 B): 30 layers of width 1536, 12 heads; 16 latent channels, text of 4096."""
-    return run.Config(WanConfig, hidden_size=1536, num_layers=30, num_attention_heads=12, ffn_hidden_size=8960)
-
-
-@run.cli.factory(target=ModelConfig)
-def wan_14b() -> run.Config[WanConfig]:
-    """Wan 2.1 14B (14.3 B): 40 layers of width 5120, 40 heads; otherwise as wan_1_3b."""
-    return run.Config(WanConfig, hidden_size=5120, num_layers=40, num_attention_heads=40, ffn_hidden_size=13824)
-
-
-@run.cli.factory(target=ModelConfig)
-def wan_2_2_ti2v_5b() -> run.Config[WanConfig]:
-    """Wan 2.2 TI2V 5B (5.00 B): 30 layers of width 3072, 24 heads; 48 latent channels; clips from text or a picture."""
-    sizes = {"hidden_size": 3072, "num_layers": 30, "num_attention_heads": 24, "ffn_hidden_size": 14336}
-    return run.Config(WanConfig, in_channels=48, **sizes)
+wan_2_2_ti2v_5b = _model(
+    "wan_2_2_ti2v_5b",
+    WanConfig,
+    in_channels=48,
+    hidden_size=3072,
+    num_layers=30,
+    num_attention_heads=24,
+    ffn_hidden_size=14336,
+)
+"""Wan 2.2 TI2V 5B (5.00 B): 30 layers of width 3072, 24 heads; 48 latent channels; clips from text or a picture."""
 
 
 @run.cli.factory(target=ModelConfig)
@@ -270,19 +223,14 @@ def ec_dit_1b() -> run.Config[MovieGenConfig]:
     return model
 
 
-@run.cli.factory(target=ModelConfig)
-def stdit_s() -> run.Config[STDiTConfig]:
-    """ST-DiT-S (59 M): 12 pairs of a spatial and a temporal layer of width 384, 6 heads; 4 latent channels.
+stdit_s = _model("stdit_s", STDiTConfig, hidden_size=384, num_layers=24, num_attention_heads=6, position_span=32.0)
+"""ST-DiT-S (59 M): 12 pairs of a spatial and a temporal layer of width 384, 6 heads; 4 latent channels.
 
-    As in Open-Sora, text comes through a projection and fixed positions span 32 indices at every resolution.
-    """
-    return run.Config(STDiTConfig, hidden_size=384, num_layers=24, num_attention_heads=6, position_span=32.0)
+As in Open-Sora, text comes through a projection and fixed positions span 32 indices at every resolution.
+"""
 
-
-@run.cli.factory(target=ModelConfig)
-def stdit_xl() -> run.Config[STDiTConfig]:
-    """ST-DiT-XL (1.20 B): 28 pairs of width 1152, 16 heads; otherwise as stdit_s."""
-    return run.Config(STDiTConfig, hidden_size=1152, num_layers=56, num_attention_heads=16, position_span=32.0)
+stdit_xl = _model("stdit_xl", STDiTConfig, hidden_size=1152, num_layers=56, num_attention_heads=16, position_span=32.0)
+"""ST-DiT-XL (1.20 B): 28 pairs of width 1152, 16 heads; otherwise as stdit_s."""
 
 
 @run.cli.factory(target=ModelConfig)
@@ -297,81 +245,60 @@ def stdit_xl_full() -> run.Config[STDiTConfig]:
     return model
 
 
-@run.cli.factory(target=ModelConfig)
-def stdit_3b() -> run.Config[STDiTConfig]:
-    """ST-DiT-3B (3.26 B) of the NeMo proposal: 24 pairs of width 2048, 16 heads; otherwise as stdit_s."""
-    return run.Config(STDiTConfig, hidden_size=2048, num_layers=48, num_attention_heads=16, position_span=32.0)
+stdit_3b = _model("stdit_3b", STDiTConfig, hidden_size=2048, num_layers=48, num_attention_heads=16, position_span=32.0)
+"""ST-DiT-3B (3.26 B) of the NeMo proposal: 24 pairs of width 2048, 16 heads; otherwise as stdit_s."""
 
+stdit_3b_opensora = _model(
+    "stdit_3b_opensora", STDiTConfig, hidden_size=1872, num_layers=56, num_attention_heads=26, position_span=32.0
+)
+"""ST-DiT-3B (3.18 B) of Open-Sora: 28 pairs of width 1872, 26 heads; otherwise as stdit_s."""
 
-@run.cli.factory(target=ModelConfig)
-def stdit_3b_opensora() -> run.Config[STDiTConfig]:
-    """ST-DiT-3B (3.18 B) of Open-Sora: 28 pairs of width 1872, 26 heads; otherwise as stdit_s."""
-    return run.Config(STDiTConfig, hidden_size=1872, num_layers=56, num_attention_heads=26, position_span=32.0)
+autoencoder_kl_f8 = _model("autoencoder_kl_f8", AutoencoderConfig)
+"""KL-f8 autoencoder (83.7 M) of latent diffusion: 8 times smaller sides, 4 channels, width 128 to 512."""
 
+autoencoder_vq_f4 = _model(
+    "autoencoder_vq_f4",
+    AutoencoderConfig,
+    patch_spatial=4,
+    latent_channels=3,
+    block_out_channels=[128, 256, 512],
+    codebook_size=8192,
+)
+"""VQ-f4 autoencoder (55.3 M) of latent diffusion: sides / 4, 3 channels, 8,192 codes, width 128 to 512."""
 
-@run.cli.factory(target=ModelConfig)
-def autoencoder_kl_f8() -> run.Config[AutoencoderConfig]:
-    """KL-f8 autoencoder (83.7 M) of latent diffusion: 8 times smaller sides, 4 channels, width 128 to 512."""
-    return run.Config(AutoencoderConfig)
+ddpm_unet = _model("ddpm_unet", DDPMUNetConfig)
+"""Conditional DDPM UNet (15.66 M): pictures of 3 channels, 10 classes, 64 to 256 channels at 4 resolutions."""
 
+ddpm_unet_512 = _model("ddpm_unet_512", DDPMUNetConfig, mid_out_channels=[512, 512, 256])
+"""Conditional DDPM UNet with 512 channels in the middle (23.34 M); otherwise as ddpm_unet."""
 
-@run.cli.factory(target=ModelConfig)
-def autoencoder_vq_f4() -> run.Config[AutoencoderConfig]:
-    """VQ-f4 autoencoder (55.3 M) of latent diffusion: sides / 4, 3 channels, 8,192 codes, width 128 to 512."""
-    sizes = {"patch_spatial": 4, "latent_channels": 3, "block_out_channels": [128, 256, 512]}
-    return run.Config(AutoencoderConfig, **sizes, codebook_size=8192)
+edm2_s = _model("edm2_s", EDM2UNetConfig)
+"""EDM2-S (280 M): latents of 4 channels, 1000 classes, 192 to 768 channels at 4 resolutions."""
 
+lora = part(LoRAConfig, "lora", LoRAConfig)
+"""Low-rank adapters of rank 16 in attention and MLP of every block; `model.lora=lora model.lora.rank=4`."""
 
-@run.cli.factory(target=ModelConfig)
-def ddpm_unet() -> run.Config[DDPMUNetConfig]:
-    """Conditional DDPM UNet (15.66 M): pictures of 3 channels, 10 classes, 64 to 256 channels at 4 resolutions."""
-    return run.Config(DDPMUNetConfig)
+tread = part(RoutingConfig, "tread", RoutingConfig)
+"""In training, half of the tokens skip all layers but the first 2 and the last 3 (TREAD); `model.routing=tread`."""
 
+sprint = part(RoutingConfig, "sprint", RoutingConfig, share=0.75, last_layers=2, rejoin="fused", path_dropout=0.05)
+"""In training, 75 % of the tokens skip all layers but 2 and 2, then a linear layer fuses both paths (SPRINT)."""
 
-@run.cli.factory(target=ModelConfig)
-def ddpm_unet_512() -> run.Config[DDPMUNetConfig]:
-    """Conditional DDPM UNet with 512 channels in the middle (23.34 M); otherwise as ddpm_unet."""
-    return run.Config(DDPMUNetConfig, mid_out_channels=[512, 512, 256])
+ldm_unet = _model("ldm_unet", LDMUNetConfig, null_text="empty")
+"""Latent-diffusion UNet (860 M), that of Stable Diffusion v1: 4 latent channels, text of 768, width 320 to 1280."""
 
+ldm_unet_small = _model("ldm_unet_small", LDMUNetConfig, block_out_channels=[128, 256, 512, 512], null_text="empty")
+"""Latent-diffusion UNet of 128 to 512 channels (142 M); otherwise as ldm_unet."""
 
-@run.cli.factory(target=ModelConfig)
-def edm2_s() -> run.Config[EDM2UNetConfig]:
-    """EDM2-S (280 M): latents of 4 channels, 1000 classes, 192 to 768 channels at 4 resolutions."""
-    return run.Config(EDM2UNetConfig)
-
-
-@run.cli.factory(target=LoRAConfig)
-def lora() -> run.Config[LoRAConfig]:
-    """Low-rank adapters of rank 16 in attention and MLP of every block; `model.lora=lora model.lora.rank=4`."""
-    return run.Config(LoRAConfig)
-
-
-@run.cli.factory(target=RoutingConfig)
-def tread() -> run.Config[RoutingConfig]:
-    """In training, half of the tokens skip all layers but the first 2 and the last 3 (TREAD); `model.routing=tread`."""
-    return run.Config(RoutingConfig)
-
-
-@run.cli.factory(target=RoutingConfig)
-def sprint() -> run.Config[RoutingConfig]:
-    """In training, 75 % of the tokens skip all layers but 2 and 2, then a linear layer fuses both paths (SPRINT)."""
-    return run.Config(RoutingConfig, share=0.75, last_layers=2, rejoin="fused", path_dropout=0.05)
-
-
-@run.cli.factory(target=ModelConfig)
-def ldm_unet() -> run.Config[LDMUNetConfig]:
-    """Latent-diffusion UNet (860 M), that of Stable Diffusion v1: 4 latent channels, text of 768, width 320 to 1280."""
-    return run.Config(LDMUNetConfig, null_text="empty")
-
-
-@run.cli.factory(target=ModelConfig)
-def ldm_unet_small() -> run.Config[LDMUNetConfig]:
-    """Latent-diffusion UNet of 128 to 512 channels (142 M); otherwise as ldm_unet."""
-    return run.Config(LDMUNetConfig, block_out_channels=[128, 256, 512, 512], null_text="empty")
-
-
-@run.cli.factory(target=ModelConfig)
-def sdxl_unet() -> run.Config[LDMUNetConfig]:
-    """Latent-diffusion UNet (2.57 B), that of Stable Diffusion XL: text of 2048, pooled of 1280, width 320 to 1280."""
-    layers = {"block_out_channels": [320, 640, 1280], "transformer_layers": [0, 2, 10], "mid_transformer_layers": 10}
-    return run.Config(LDMUNetConfig, context_size=2048, head_size=64, pooled_size=1280, null_text="zeros", **layers)
+sdxl_unet = _model(
+    "sdxl_unet",
+    LDMUNetConfig,
+    context_size=2048,
+    head_size=64,
+    pooled_size=1280,
+    null_text="zeros",
+    block_out_channels=[320, 640, 1280],
+    transformer_layers=[0, 2, 10],
+    mid_transformer_layers=10,
+)
+"""Latent-diffusion UNet (2.57 B), that of Stable Diffusion XL: text of 2048, pooled of 1280, width 320 to 1280."""

@@ -2,8 +2,7 @@
 
 Stage 1 trains on images of 256 px (256 tokens), stage 2 on images and clips of 256 px (8192 tokens), stage 3 on images
 and clips of 768 px (73,728 tokens). Names, sizes and layouts are NeMo's; a later stage starts from the weights of the
-one before. Counts of GPUs follow from the layout and from the memory that `--dryrun` estimates; none of these runs has
-been made at full size here. More GPUs raise the data-parallel size.
+one before.
 """
 
 import nemo_run as run

@@ -26,15 +26,7 @@ from energon_data.contents import Contents
 from energon_data.dataset import EnergonData
 from recipes.base import small_run
 
-ABSENT = Contents(
-    shapes=((16, 1, 32, 32),),
-    is_latent=True,
-    context_size=1024,
-    num_classes=0,
-    captions=(),
-    num_train=None,
-    num_held_out=None,
-)
+ABSENT = Contents(shapes=((16, 1, 32, 32),), is_latent=True, context_size=1024)
 """Assumed contents of a folder that does not exist yet, so that the recipe can be printed."""
 LATENT_PATCHES, PIXEL_PATCHES = (2, 4, 1), (4, 8, 16, 2, 1)
 PICTURE_TOKENS = 1024  # limit for a picture or frame; it determines the patch

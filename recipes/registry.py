@@ -1,8 +1,8 @@
 """Recipes and components by name, read from the source files without importing them.
 
 `launch.train --list` must answer at once, and importing a recipe takes seconds (torch, Megatron-Core, nemo-run). So the
-names and one-line descriptions are taken from the syntax tree: a module-level function under `@run.cli.factory(...)`.
-The files are those of this package and the modules that are registered as entry points (`dit.extensions`).
+names and one-line descriptions are taken from the syntax tree (`read_entries`). The files are those of this package and
+the modules that are registered as entry points (`dit.extensions`).
 """
 
 import ast
@@ -58,7 +58,6 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """The first line of the docstring."""
         return self.docstring.partition("\n")[0].strip()
 
     @property
@@ -77,31 +76,33 @@ class Entry:
 
     @property
     def section(self) -> str:
-        """The title of its section."""
         if self.is_registered and not re.fullmatch(_MEASURING, self.name):
             return REGISTERED
         return next(title for title, names in SECTIONS.items() if re.fullmatch(names, self.name))
 
 
-def _factory_arguments(decorator: ast.expr) -> dict[str, ast.expr] | None:
-    """Return the keywords of `@run.cli.factory(...)`, or None if the decorator is another one."""
-    if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "run.cli.factory":
-        return None
-    return {k.arg: k.value for k in decorator.keywords if k.arg}
-
-
 def read_entries(file: Path, module: str) -> list[Entry]:
-    """Return the factories that the file of a module defines, in its order."""
-    factories = []
-    for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
-        for decorator in getattr(node, "decorator_list", []):
-            arguments = _factory_arguments(decorator)
-            if arguments is None or not isinstance(node, ast.FunctionDef):
-                continue
-            name = ast.literal_eval(arguments["name"]) if "name" in arguments else node.name
-            target = ast.unparse(arguments["target"]) if "target" in arguments else ""
-            docstring = ast.get_docstring(node) or ""
-            factories.append(Entry(name, module, node.name, target, docstring))
+    """Return the factories that the file of a module defines, in its order.
+
+    They are functions under `@run.cli.factory(...)`, and assignments of `part` or `named_recipe` of `recipes.base`,
+    each with a string after it.
+    """
+    factories, helpers = [], {"named_recipe": TRAINING_FUNCTION}
+    body = ast.parse(file.read_text(encoding="utf-8"), str(file)).body
+    for node, following in zip(body, [*body[1:], ast.Pass()]):
+        match node:
+            case ast.FunctionDef(name=function, decorator_list=decorators):
+                for decorator in decorators:
+                    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "run.cli.factory":
+                        words = {k.arg: ast.unparse(k.value).strip("'") for k in decorator.keywords}
+                        name, target = words.get("name", function), words.get("target", "")
+                        factories.append(Entry(name, module, function, target, ast.get_docstring(node) or ""))
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=helper), args=[first, *rest])):
+                if helper == "partial" and ast.unparse(first) == "part":
+                    helpers[name] = ast.unparse(rest[0])
+                elif helper == "part" or helper in helpers:
+                    docstring = ast.get_docstring(ast.Module([following], [])) or ""
+                    factories.append(Entry(name, module, name, helpers.get(helper) or ast.unparse(first), docstring))
     return factories
 
 

@@ -1,6 +1,6 @@
 """SANA and PRX: one stream of image tokens that reads the text in every layer; flow matching.
 
-Sizes and settings are those of the published models. None of these runs has been made at full size here.
+Sizes and settings are those of the published models.
 """
 
 import nemo_run as run

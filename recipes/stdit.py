@@ -2,8 +2,7 @@
 
 Models are Open-Sora's and those proposed for NeMo; a "pair" is a spatial and a temporal layer. Rectified flow on
 latents of 4 channels, patch 2, text embeddings of width 1024. Under context parallelism spatial and temporal attention
-become local by one all-to-all in and one out (`parallel.spatial_temporal_comm=hybrid`). Counts of GPUs follow from the
-layout and from the memory that `--dryrun` estimates; none of these runs has been made at full size here.
+become local by one all-to-all in and one out (`parallel.spatial_temporal_comm=hybrid`).
 """
 
 import nemo_run as run

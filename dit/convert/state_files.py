@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -182,9 +182,8 @@ def write_diffusers(
     subfolder: str = ".",
     texts: Mapping[str, str] = MappingProxyType({}),
     others: Callable[[Path], Mapping[str, str]] = lambda folder: MappingProxyType({}),
-    max_shard_bytes: Optional[int] = None,
 ) -> None:
-    """Write a folder in the diffusers layout; above `max_shard_bytes`, tensors are written in shards with an index.
+    """Write a folder in the diffusers layout; above `MAX_SHARD_BYTES`, tensors are written in shards with an index.
 
     Args:
         subfolder: of `out`, for settings and tensors; a pipeline has one per part.
@@ -197,7 +196,7 @@ def write_diffusers(
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         folder = part / subfolder
-        shards = _shards(tensors, max_shard_bytes or MAX_SHARD_BYTES)
+        shards = _shards(tensors)
         weight_map: dict[str, str] = {}
         for i, shard in enumerate(shards, 1):
             name = f"{STEM}-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{STEM}.safetensors"
@@ -214,11 +213,11 @@ def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2) + "\n"
 
 
-def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
+def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+        if shards[-1] and size + tensor.nbytes > MAX_SHARD_BYTES:
             shards.append({})
             size = 0
         shards[-1][name] = tensor

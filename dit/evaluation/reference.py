@@ -3,10 +3,8 @@
 * `mu [D]`, `sigma [D, D]`: mean and covariance of features, for FID, as pytorch-fid, clean-fid, EDM and ADM write them
 * `feats [N, D]`: features, for KID, as clean-fid writes them
 * `arr_0 [N, H, W, 3]`: pictures as bytes, as ADM writes them
-* `network`, `pictures`: name of the feature network and number of pictures; only in files of `statistics_file`
 """
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +24,7 @@ MOST_FEATURES = 16384
 MOST_PIXELS = 1 << 28
 
 
-def read_gaussian(path: Path, network: str) -> Optional[Gaussian]:
+def read_gaussian(path: Path) -> Optional[Gaussian]:
     """Read mean and covariance; None if the file has only pictures."""
     with _arrays(path) as arrays:
         if not {"mu", "sigma"} <= arrays.keys():
@@ -36,13 +34,12 @@ def read_gaussian(path: Path, network: str) -> Optional[Gaussian]:
         (width,), shape = _numbers(path, arrays, "mu", 1), _numbers(path, arrays, "sigma", 2)
         if shape != (width, width):
             raise ConfigError(f"{path}: mu has {width} features and sigma has shape {list(shape)}; compute it again")
-        count = _check_network(path, arrays, network)
         mean, covariance = (_finite(path, name, arrays[name].read()) for name in ("mu", "sigma"))
-    return Gaussian(mean, (covariance + covariance.T) / 2, count)
+    return Gaussian(mean, (covariance + covariance.T) / 2)
 
 
-def read_features(path: Path, network: str) -> Optional[Tensor]:
-    """Read features `[N, D]`, float64; None if the file has only pictures. Arguments and errors as `read_gaussian`."""
+def read_features(path: Path) -> Optional[Tensor]:
+    """Read features `[N, D]`, float64; None if the file has only pictures. Errors as `read_gaussian`."""
     with _arrays(path) as arrays:
         if "feats" not in arrays:
             if PICTURES in arrays:
@@ -52,7 +49,6 @@ def read_features(path: Path, network: str) -> Optional[Tensor]:
                 f"{PICTURES}, because mean and covariance do not determine it"
             )
         _numbers(path, arrays, "feats", 2)
-        _check_network(path, arrays, network)
         return _finite(path, "feats", arrays["feats"].read())
 
 
@@ -68,19 +64,6 @@ def read_pictures(path: Path, count: int) -> Iterator[Tensor]:
             raise ConfigError(f"{path}: pictures of {stored.shape[1]} x {stored.shape[2]} pixels are too large")
         for block in stored.blocks(count):
             yield torch.tensor(block).movedim(3, 1)
-
-
-def statistics_file(statistics: Gaussian | Tensor, network: str) -> bytes:
-    """Return the content of an `.npz` file with mean and covariance, or with features `[N, D]`, as float32."""
-    arrays: dict[str, Any] = {"network": np.array(network)}
-    if isinstance(statistics, Gaussian):
-        arrays |= {"mu": statistics.mean.numpy(), "sigma": statistics.covariance.numpy()}
-        arrays |= {} if statistics.count is None else {"pictures": np.array(statistics.count)}
-    else:
-        arrays |= {"feats": statistics.float().numpy(), "pictures": np.array(len(statistics))}
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    return buffer.getvalue()
 
 
 @contextmanager
@@ -112,16 +95,6 @@ def _finite(path: Path, name: str, array: Any) -> Tensor:
     if bad := int((~values.isfinite()).sum()):
         raise ConfigError(f"{path}: {bad:,} of {values.numel():,} numbers of {name} are not finite; compute it again")
     return values
-
-
-def _check_network(path: Path, arrays: dict[str, StoredArray], network: str) -> Optional[int]:
-    """Check that features are of this network, if the file names one; return the number of pictures, if recorded."""
-    if "network" in arrays and (recorded := str(arrays["network"].read())) != network:
-        raise ConfigError(
-            f"{path} has the features of another network ({recorded}) than --features ({network}); give the same one"
-        )
-    count = arrays.get("pictures")
-    return int(count.read()) if count is not None and count.shape == () else None
 
 
 def _names(arrays: dict[str, StoredArray]) -> str:

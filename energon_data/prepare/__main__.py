@@ -4,7 +4,6 @@ Other packages add commands (`dit.extensions`), such as `letters` of examples/.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from dit import extensions
 from dit.command_line import Parser
 from dit.errors import one_line_errors
+from dit.ranges import ASPECTS
 from dit.terminal import announce
 from energon_data.prepare.command import Command, add_teacher, add_text_encoder, add_work, text_encoder
 
@@ -39,14 +39,13 @@ def _options(args: argparse.Namespace) -> "Options":
     cut = Cut()
     if args.command in WITH_VIDEOS:
         time = 1 if args.vae is None else Geometry.read(args.vae).time
-        multiple = args.frames_multiple_of if time == 1 else math.lcm(args.frames_multiple_of, time)
-        cut = Cut(**_flags(args, "fps", "frames", "clips"), multiple_of=multiple, after_first=time > 1)
+        cut = Cut(**_flags(args, "fps", "frames"), multiple_of=time, after_first=time > 1)
     return Options(
-        **_flags(args, "quality", "vae", "precision", "device", "teacher", "teacher_patch", "batch", "image_format"),
+        **_flags(args, "vae", "precision", "device", "teacher", "teacher_patch", "batch", "image_format"),
         fit=Fit(**_flags(args, "size", "aspect", "multiple_of", "enlarge", "max_cut")),
         cut=cut,
         text_encoder=text_encoder(args),
-        wording=Wording(default=args.caption, **_flags(args, "prefix", "suffix", "tag_orders", "keep_tags")),
+        wording=Wording(default=args.caption, **_flags(args, "prefix", "tag_orders", "keep_tags")),
     )
 
 
@@ -72,124 +71,65 @@ def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
     if command in OF_FOLDERS:
         _add_folder(parser)
     if command == "images":
-        parser.add_argument(
-            "--reference",
-            dest="references",
-            nargs="+",
-            type=Path,
-            default=(),
+        originals = partial(parser.add_argument, "--reference", dest="references", nargs="+", type=Path, default=())
+        originals(
             metavar="DIR",
-            help="store the pictures of these folders that each one is edited from (data.references): of the same "
-            "name, or that `reference` of its row in the list names; a picture may lack those of the last folders",
+            help="also store the pictures that each one is edited from (data.references): those of its name, or that "
+            "`reference` of its row names; it may lack those of the last folders",
         )
     _add_samples(parser, command)
 
 
 def _add_huggingface(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--in",
-        dest="source",
-        required=True,
-        metavar="NAME",
-        help="of a data set on the Hugging Face hub, a folder with parquet files or of save_to_disk, or a parquet file",
-    )
+    source = "data set on the Hugging Face hub, folder of parquet files or of save_to_disk, or a parquet file"
+    parser.add_argument("--in", dest="source", required=True, metavar="NAME", help=source)
     parser.add_argument("--split", default="train", metavar="NAME", help="(%(default)s)")
     parser.add_argument("--config", metavar="NAME", help="of a data set with several configurations")
     parser.add_argument("--image-column", metavar="NAME", help="files of pictures (the only such column, or image)")
-    parser.add_argument(
-        "--caption-column", metavar="NAME", help="a text, or a list of them (caption, text, prompt or txt)"
-    )
+    parser.add_argument("--caption-column", metavar="NAME", help="a text or list of them (caption, text, prompt, txt)")
     parser.add_argument("--label-column", metavar="NAME", help="class numbers (label)")
-    parser.add_argument(
-        "--reference-column",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="pictures that those of --image-column are edited from; a row may lack those of the last columns (none)",
-    )
+    originals = "pictures that those of --image-column are edited from; a row may lack those of the last columns"
+    parser.add_argument("--reference-column", nargs="+", default=[], metavar="NAME", help=originals)
     _add_samples(parser, "huggingface")
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     groups = parser.add_mutually_exclusive_group()
     groups.add_argument("--labels", action="store_true", help="the folders directly below --in are classes")
-    groups.add_argument(
-        "--repeats",
-        action="store_true",
-        help="the folders directly below --in are named N_NAME: read N times as often; NAME is the caption of files "
-        "without one",
+    repeats = (
+        "the folders directly below --in are named N_NAME: read N times as often, by default with the caption NAME"
     )
-    parser.add_argument(
-        "--list",
-        dest="list_file",
-        type=Path,
-        metavar="FILE",
-        help=".jsonl, .csv or .parquet with file_name and text (that of --in: metadata.jsonl, .csv or .parquet)",
-    )
+    groups.add_argument("--repeats", action="store_true", help=repeats)
+    rows = ".jsonl, .csv or .parquet with file_name and text (that of --in: metadata.jsonl, .csv or .parquet)"
+    parser.add_argument("--list", dest="list_file", type=Path, metavar="FILE", help=rows)
 
 
 def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="folder to create")
-    parser.add_argument("--size", type=int, metavar="N", help="largest area, N x N pixels (native sizes)")
-    parser.add_argument(
-        "--aspect",
-        choices=("keep", "square", "buckets"),
-        default="keep",
-        help="the nearest size with at most this area, squares of N x N, or the nearest aspect bucket (%(default)s)",
-    )
-    parser.add_argument("--enlarge", action="store_true", help="scale smaller pictures up to --size")
-    parser.add_argument(
-        "--max-cut",
-        type=float,
-        default=0.5,
-        metavar="SHARE",
-        help="skip pictures that would lose a larger share (%(default)s)",
-    )
-    parser.add_argument(
-        "--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)"
-    )
+    flag = parser.add_argument
+    flag("--out", type=Path, required=True, help="folder to create")
+    flag("--size", type=int, metavar="N", help="largest area, N x N pixels (native sizes)")
+    aspect = "the nearest size with at most this area, squares of N x N, or the nearest aspect bucket (%(default)s)"
+    flag("--aspect", choices=ASPECTS, default="keep", help=aspect)
+    flag("--enlarge", action="store_true", help="scale smaller pictures up to --size")
+    flag("--max-cut", type=float, default=0.5, metavar="SHARE", help="largest share of a picture to lose (%(default)s)")
+    flag("--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)")
     if command in WITH_VIDEOS:
-        parser.add_argument("--fps", type=float, help="frames per second to take (all)")
-        parser.add_argument("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
-        parser.add_argument(
-            "--frames-multiple-of",
-            type=int,
-            default=1,
-            metavar="N",
-            help="of a clip, without its first frame if --vae encodes that by itself (%(default)s)",
-        )
-        parser.add_argument("--clips", type=int, metavar="N", help="largest number of clips per video (all)")
-    parser.add_argument(
-        "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
-    )
-    parser.add_argument("--caption", metavar="TEXT", help="of every file without a caption")
-    parser.add_argument("--caption-prefix", dest="prefix", default="", metavar="TEXT", help="before every caption")
-    parser.add_argument("--caption-suffix", dest="suffix", default="", metavar="TEXT", help="after every caption")
-    parser.add_argument(
-        "--shuffle-tags",
-        dest="tag_orders",
-        type=int,
-        default=1,
-        metavar="N",
-        help="store N orders of the comma-separated tags of a caption; training draws one at each reading",
-    )
-    parser.add_argument("--keep-tags", type=int, default=0, metavar="N", help="first tags that are not shuffled")
-    parser.add_argument(
-        "--format",
-        dest="image_format",
-        choices=("png", "webp", "jpg"),
-        default="png",
-        help="of stored pixels (%(default)s)",
-    )
-    parser.add_argument("--quality", type=int, default=95, metavar="N", help="of jpg, 1 to 100 (%(default)s)")
-    parser.add_argument(
-        "--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder or hub name)"
-    )
+        flag("--fps", type=float, help="frames per second to take (all)")
+        flag("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
+    flag("--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead")
+    flag("--caption", metavar="TEXT", help="of every file without a caption")
+    flag("--caption-prefix", dest="prefix", default="", metavar="TEXT", help="before every caption")
+    orders = "store N orders of the comma-separated tags of a caption; training draws one at each reading"
+    flag("--shuffle-tags", dest="tag_orders", type=int, default=1, metavar="N", help=orders)
+    flag("--keep-tags", type=int, default=0, metavar="N", help="first tags that are not shuffled")
+    formats = ("png", "webp", "jpg")
+    flag("--format", dest="image_format", choices=formats, default="png", help="of stored pixels (%(default)s)")
+    flag("--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder or hub name)")
     add_text_encoder(parser)
     add_teacher(parser)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoders (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="of the encoders (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")
+    flag("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoders (%(default)s)")
+    flag("--device", default="cpu", help="of the encoders (%(default)s)")
+    flag("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")
     add_work(parser, validation=0.02)
 
 

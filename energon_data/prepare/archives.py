@@ -7,7 +7,7 @@ import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Optional
+from typing import Optional
 
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary
@@ -43,12 +43,6 @@ def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], 
         links = f" ({walk.reasons(skipped)})" if skipped else ""
         raise DataError(f"{folder} has no .tar file{links}; for single pictures use `prepare images`")
     return tars, skipped
-
-
-def tar_stamp(path: Path) -> list[Any]:
-    """Return path, size and time of an archive, so that a resumed preparation detects a changed one."""
-    about = path.stat()
-    return [str(path), about.st_size, about.st_mtime_ns]
 
 
 def name_within(path: Path, root: Path) -> str:

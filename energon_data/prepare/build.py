@@ -143,12 +143,10 @@ class UnitRecord:
 
     @property
     def skipped(self) -> Counter[str]:
-        """Number of skips by reason."""
         return Counter(skip.reason for skip in self.skips)
 
     @property
     def examples(self) -> dict[str, list[str]]:
-        """The first skips of each reason."""
         examples: dict[str, list[str]] = {}
         for name, reason, detail in self.skips:
             if len(texts := examples.setdefault(reason, [])) < EXAMPLES:
@@ -156,11 +154,9 @@ class UnitRecord:
         return examples
 
     def of(self, split: str) -> dict[str, dict[str, Any]]:
-        """Return the shards of a split by name, sorted."""
         return {name: self.shards[name] for name in sorted(self.shards) if name.startswith(f"{split}-")}
 
     def add(self, other: "UnitRecord") -> None:
-        """Add another unit's counts to this one."""
         self.shards |= other.shards
         for counter in ("counts", "shapes", "reference_shapes"):
             getattr(self, counter).update(getattr(other, counter))
@@ -215,7 +211,6 @@ class Ranks:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Wait until all processes call this."""
         if self.count == 1:
             return
         import torch.distributed as dist

@@ -26,13 +26,11 @@ class Command:
 
 def add_text_encoder(parser: argparse.ArgumentParser) -> None:
     """Add the flag of encoders that embed captions."""
-    parser.add_argument(
-        "--text-encoder",
-        action="append",
-        metavar="[ENTRY=]NAME",
-        help="store embeddings of the captions: the folder of a diffusers pipeline, for all its encoders, "
-        "all-minilm-l6-v2, or a folder or hub name of an encoder; again for further entries, such as pooled=NAME",
+    names = (
+        "store embeddings of the captions: the folder of a diffusers pipeline, for all its encoders, all-minilm-l6-v2, "
+        "or a folder or hub name of an encoder; again for further entries, such as pooled=NAME"
     )
+    parser.add_argument("--text-encoder", action="append", metavar="[ENTRY=]NAME", help=names)
 
 
 def text_encoder(args: argparse.Namespace) -> Optional[str]:
@@ -42,22 +40,17 @@ def text_encoder(args: argparse.Namespace) -> Optional[str]:
 
 def add_teacher(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a teacher, whose features samples store."""
-    parser.add_argument(
-        "--teacher",
-        metavar="NAME",
-        help="store tokens of this DINOv2 (a folder or hub name), or of efficientnet_lite0, for objective.alignment",
-    )
-    parser.add_argument(
-        "--teacher-patch", type=int, default=16, metavar="N", help="pixels per side of a model's token (%(default)s)"
-    )
+    names = "store tokens of this DINOv2 (a folder or hub name), or of efficientnet_lite0, for objective.alignment"
+    parser.add_argument("--teacher", metavar="NAME", help=names)
+    side = "pixels per side of a model's token (%(default)s)"
+    parser.add_argument("--teacher-patch", type=int, default=16, metavar="N", help=side)
 
 
 def add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
     """Add the flags of commands that write a data set in resumable units of work."""
-    parser.add_argument("--validation", type=float, default=validation, metavar="SHARE", help="held out (%(default)s)")
-    parser.add_argument(
-        "--samples-per-shard", type=int, default=1000, metavar="N", help="files of a shard (%(default)s)"
-    )
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(%(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be written, from a few samples")
-    parser.add_argument("--force", action="store_true", help="replace an older data set, and start over")
+    flag = parser.add_argument
+    flag("--validation", type=float, default=validation, metavar="SHARE", help="held out (%(default)s)")
+    flag("--samples-per-shard", type=int, default=1000, metavar="N", help="files of a shard (%(default)s)")
+    flag("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(%(default)s)")
+    flag("--dry-run", action="store_true", help="print what would be written, from a few samples")
+    flag("--force", action="store_true", help="replace an older data set, and start over")

@@ -258,7 +258,6 @@ class _Originals(NamedTuple):
 
 
 def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:
-    """Return the first level of folders, sorted."""
     outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
         raise DataError(

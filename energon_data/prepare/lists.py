@@ -86,23 +86,11 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
         yield from _parquet(path)
         return
     try:
-        with io.TextIOWrapper(open_binary(path), "utf-8-sig", errors="surrogateescape", newline="") as file:
-            lines = _in_utf8(file, path)
-            yield from _csv(lines) if path.suffix == ".csv" else _jsonl(lines)
-    except DataError:
-        raise
+        with io.TextIOWrapper(open_binary(path), "utf-8-sig", newline="") as file:
+            yield from _csv(file) if path.suffix == ".csv" else _jsonl(file)
     except (OSError, ValueError, csv.Error, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else str(error)
         raise DataError(f"cannot read {path}: {detail}; correct the file") from error
-
-
-def _in_utf8(lines: Iterable[str], path: Path) -> Iterator[str]:
-    """Yield the lines of a file; refuse bytes that are not UTF-8, which `surrogateescape` reads as surrogates."""
-    for number, line in enumerate(lines, 1):
-        if not_utf8 := re.search("[\udc80-\udcff]", line):
-            byte = ord(not_utf8[0]) - 0xDC00
-            raise DataError(f"{path}, line {number}, is not UTF-8: byte {byte:#04x}; save the file as UTF-8")
-        yield line
 
 
 def _csv(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

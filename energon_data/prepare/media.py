@@ -53,7 +53,6 @@ class Options:
     fit: Fit = field(default_factory=Fit)
     cut: Cut = field(default_factory=Cut)
     image_format: Format = "png"
-    quality: int = 95
     vae: Optional[str] = None
     precision: Precision = "fp32"
     device: str = "cpu"
@@ -204,7 +203,7 @@ class MakeSamples:
         try:
             if fps is not None:
                 return extension, video_bytes(frames, fps)
-            return extension, picture_bytes(frames[0], self.options.image_format, self.options.quality)
+            return extension, picture_bytes(frames[0], self.options.image_format)
         except (ConfigError, MemoryError):
             raise
         except Exception as error:  # such as a WebP of more than 16,383 pixels a side

@@ -15,7 +15,7 @@ from dit.errors import ConfigError
 from dit.media import HEIC_IS_MISSING, PYAV_IS_MISSING, reads_heic, reads_videos
 from dit.terminal import counted
 from energon_data.media_files import HEIC, PICTURES, VIDEOS
-from energon_data.prepare.archives import list_tars, read_tar, tar_stamp
+from energon_data.prepare.archives import list_tars, read_tar
 from energon_data.prepare.build import Job, Ranks, Raw, Sample, UnitRecord, build, finish
 from energon_data.prepare.folders import Entry, list_folder
 from energon_data.prepare.lists import list_stamp
@@ -89,7 +89,7 @@ class Preparation:
         read: Callable[[Any], Iterable[Raw]]
         if command == "webdataset":
             units, skipped = list_tars(source, follow_links=follow_links)
-            listed = [tar_stamp(path) for path in units]
+            listed = [[str(path), *(seen_file(path) or ())[1:]] for path in units]
             read = partial(read_tar, extensions=extensions, root=source)
         else:
             entries, classes, skipped, list_file = list_folder(
@@ -219,8 +219,6 @@ def _plan(command: str, options: Options, samples_per_shard: int, validation: fl
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     if samples_per_shard < 1 or options.batch < 1:
         raise ConfigError("--samples-per-shard and --batch must be at least 1")
-    if not 1 <= options.quality <= 100:
-        raise ConfigError(f"--quality {options.quality} must be between 1 and 100")
     _check_encoders(options)
     return {
         "command": command,

@@ -25,22 +25,16 @@ class Cut:
             frames.
         multiple_of: the length of a clip is a multiple of this.
         after_first: the length is 1 + such a multiple, as causal autoencoders encode.
-        clips: largest number of clips of a video, from its beginning; None for all.
     """
 
     fps: Optional[float] = None
     frames: Optional[int] = None
     multiple_of: int = 1
     after_first: bool = False
-    clips: Optional[int] = None
 
     def __post_init__(self) -> None:
         if self.fps is not None and not _SLOWEST <= self.fps <= _FASTEST:
             raise ConfigError(f"--fps {self.fps:g} must be between 0.001 and 1000 frames per second")
-        if self.multiple_of < 1:
-            raise ConfigError(f"--frames-multiple-of {self.multiple_of} must be at least 1")
-        if self.clips is not None and self.clips < 1:
-            raise ConfigError(f"--clips {self.clips} must be at least 1; leave it out for all clips")
         if self.frames is not None and (self.frames < 1 or self.usable(self.frames) != self.frames):
             causal = "1 + " if self.after_first else ""
             raise ConfigError(f"--frames {self.frames} must be {causal}a multiple of {self.multiple_of}")
@@ -77,8 +71,6 @@ def clips_of(
         if cut.frames is not None and len(frames) == cut.frames:
             yield frames, _rate(times, stated)
             frames, times, count = [], [], count + 1
-            if count == cut.clips:
-                return
             deadline.restart()
     usable = cut.usable(len(frames)) if cut.frames is None else 0
     if usable:

@@ -1,4 +1,4 @@
-"""Changes to the captions of a user: a default, a prefix and a suffix, and other orders of their tags.
+"""Changes to the captions of a user: a default, a prefix, and other orders of their tags.
 
     "a, b, c, d" with tag_orders=3, keep_tags=1, prefix="photo,"
         photo, a, b, c, d        original order, which validation reads
@@ -17,7 +17,6 @@ from typing import Optional
 from dit.data_api import sample_id
 from dit.errors import ConfigError
 
-_PUNCTUATION = ",.;:!?"
 MAX_ORDERS = 100
 
 
@@ -33,7 +32,6 @@ class Wording:
 
     default: Optional[str] = None
     prefix: str = ""
-    suffix: str = ""
     tag_orders: int = 1
     keep_tags: int = 0
 
@@ -50,7 +48,8 @@ class Wording:
             captions = () if self.default is None else (self.default,)
         if captions and self.tag_orders > 1:
             captions = self._shuffled(captions[0], name)
-        return tuple(self._framed(caption) for caption in captions)
+        space = " " if self.prefix and not self.prefix[-1].isspace() else ""
+        return tuple(f"{self.prefix}{space}{caption}" for caption in captions)
 
     def _shuffled(self, caption: str, name: str) -> list[str]:
         """Return a caption unchanged, and with its tags in other orders, all different."""
@@ -62,8 +61,3 @@ class Wording:
             order.shuffle(moving)
             captions.setdefault(tuple(moving), ", ".join([*fixed, *moving]))
         return list(captions.values())
-
-    def _framed(self, caption: str) -> str:
-        before = f"{self.prefix} " if self.prefix and not self.prefix[-1].isspace() else self.prefix
-        joined = self.suffix[:1].isspace() or self.suffix[:1] in _PUNCTUATION  # also for an empty suffix
-        return f"{before}{caption}{self.suffix if joined else f' {self.suffix}'}"

@@ -99,7 +99,6 @@ class BackgroundSource:
         )
 
     def state(self) -> Position:
-        """Return the last position received, and the number of items since."""
         if self._worker is None:
             return self._source.state()
         state, offset = pickle.loads(self._state)

@@ -168,9 +168,12 @@ def test_other_sizes_end_with_one_line(ended: dict[str, Any], name: str, words: 
     assert all(word in ended[name].err for word in [*words, "finetune(base="]), ended[name].err
 
 
-def test_diffusers_loads_an_exported_run_in_shards(ended: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_diffusers_loads_an_exported_run_in_shards(
+    ended: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dit.convert.state_files.MAX_SHARD_BYTES", 60_000)
     run = folder / "run_flux_tp2_cp2_flux"
-    words = ["--checkpoint", run, "--format", "diffusers", "--out", tmp_path / "out", "--max-shard-size", "60KB"]
+    words = ["--checkpoint", run, "--format", "diffusers", "--out", tmp_path / "out"]
     assert export.main(list(map(str, words))) == 0
     assert len(set(read_json(tmp_path / "out" / INDEX)["weight_map"].values())) > 5
     network, info = FluxTransformer2DModel.from_pretrained(tmp_path / "out", output_loading_info=True)

@@ -13,11 +13,10 @@ from small_data import clips, npy, spec, write_dataset
 
 from dit.encoders.vae import load_vae
 from dit.errors import DataError
-from dit.sampling.grid import GAP
+from dit.sampling.grid import CAPTION_HEIGHT, GAP, tile_origin, to_bytes
 from energon_data.dataset import EnergonData
 from energon_data.folder import check_dataset
-from energon_data.inspect import histogram, main
-from energon_data.report.contact_sheet import LINE, TILE, tile_of
+from energon_data.inspect import TILE, histogram, main, tile_of
 from energon_data.report.survey import expected_packing, survey
 from tests.support.encoders import prepare_twice
 from tests.unit.energon_data.preparations import as_file, described, folder_of, png
@@ -153,10 +152,10 @@ def test_the_page_shows_captions_and_pictures(pictures: Path, tmp_path: Path, ca
 
 def test_latents_are_shown_in_false_colours(mixed_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     sheet = tmp_path / "sheet.png"
-    found = page(capsys, str(mixed_folder), "--sheet", str(sheet), "--tiles", "4")
+    found = page(capsys, str(mixed_folder), "--sheet", str(sheet))
     (line,) = found["sheet"]
-    assert line == f"{sheet}: 4 samples; latents in false colours: --vae decodes them"
-    assert Image.open(sheet).size[0] < 3 * TILE
+    assert line == f"{sheet}: 36 samples; latents in false colours: --vae decodes them"
+    assert Image.open(sheet).size[0] == 6 * (TILE + GAP) + GAP
 
 
 def test_a_named_autoencoder_decodes_latents(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -169,13 +168,11 @@ def test_a_named_autoencoder_decodes_latents(tmp_path: Path, capsys: pytest.Capt
     info = check_dataset(root / "latents", "train")
     shown = survey(info, limit=None, pictures=12, show=lambda latent: latent[:, 0]).shown
     pixels = np.asarray(Image.open(sheet))
+    lines = ((len(pixels) - GAP) // 3 - TILE - GAP) // CAPTION_HEIGHT
     for index, (_, latent) in enumerate(shown):
         decoded = load_vae(str(vae)).decode(latent[None, :, None])[0, :, 0]
-        wanted = np.asarray(tile_of(decoded))
-        row, column = divmod(index, 4)
-        top = GAP + row * (TILE + 2 * LINE + GAP) + (TILE - wanted.shape[0]) // 2
-        left = GAP + column * (TILE + GAP) + (TILE - wanted.shape[1]) // 2
-        assert np.array_equal(pixels[top : top + wanted.shape[0], left : left + wanted.shape[1]], wanted)
+        left, top = tile_origin(index, 4, TILE, TILE, captions=lines)
+        assert np.array_equal(pixels[top : top + TILE, left : left + TILE], to_bytes(tile_of(decoded)).numpy())
     assert main([str(root / "pixels"), "--sheet", str(sheet), "--vae", str(vae)]) == 2
     assert "decodes latents of 4 channels, and the samples have 3" in capsys.readouterr().err
     assert main([str(root / "latents"), "--vae", str(vae)]) == 2

@@ -250,7 +250,7 @@ def test_spaces_after_the_commas_of_a_csv_belong_to_no_name_and_no_text(tmp_path
         ("list.jsonl", "line 2 is not JSON: Expecting value at column 14; correct"),
         ("commas.csv", "commas.csv: row 2 has 4 fields, the header 2; put text with commas in double quotes"),
         ("excel.csv", "excel.csv: the header 'file_name;text' has no comma; separate the fields by commas"),
-        ("latin.csv", "latin.csv, line 3, is not UTF-8: byte 0xfc; save the file as UTF-8"),
+        ("latin.csv", "latin.csv: 'utf-8' codec can't decode byte 0xfc in position"),
         ("open.csv", "open.csv: unexpected end of data"),
         ("pair.csv", "pair.csv: ',' expected after '\"'"),
         ("above.jsonl", "above.jsonl, row 1: file_name '../secret.png' leaves the folder"),

@@ -197,7 +197,6 @@ def test_clips_have_the_requested_frame_rate():
         assert shown == [int(i * 24 / rate) for i in range(count)]
     clips = list(clips_of(data, Cut(frames=10)))
     assert [len(found) for found, _ in clips] == [10, 10]
-    assert len(list(clips_of(data, Cut(frames=5, clips=3)))) == 3
     [(found, _)] = clips_of(data, Cut(multiple_of=5))
     assert len(found) == 20
     [(found, _)] = clips_of(data, Cut(multiple_of=4, after_first=True))

@@ -13,11 +13,9 @@ import torch
 
 from dit.errors import ConfigError
 from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
-from dit.evaluation.kernel_distance import kernel_distance
-from dit.evaluation.reference import read_features, read_gaussian, read_pictures, statistics_file
+from dit.evaluation.reference import read_features, read_gaussian, read_pictures
 from tests.unit.evaluation.test_distances import random
 
-NETWORK = "a network"
 FEATURES = random(30, 5)
 MU, SIGMA = FEATURES.mean(0).numpy(), torch.cov(FEATURES.T).numpy()
 
@@ -27,9 +25,9 @@ def saved(path: Path, save: Callable[..., None] = np.savez, **arrays: Any) -> Pa
     return path
 
 
-def one_line(path: Path, read: Callable[[Path, str], Any] = read_gaussian) -> str:
+def one_line(path: Path, read: Callable[[Path], Any] = read_gaussian) -> str:
     with pytest.raises(ConfigError) as caught:
-        read(path, NETWORK)
+        read(path)
     assert "\n" not in str(caught.value)
     assert path.name in str(caught.value)
     return str(caught.value)
@@ -41,7 +39,7 @@ def test_published_statistics_equal_those_of_the_features(tmp_path: Path, save: 
     """As pytorch-fid, clean-fid and EDM write them, compressed or not; other arrays of the file are not read."""
     others = {"mu_s": np.zeros(3), "arr_0": np.zeros((1, 2, 2, 3), np.uint8)}
     path = saved(tmp_path / "x.npz", save, mu=MU, sigma=np.asarray(SIGMA, order=order), **others)
-    gaussian = read_gaussian(path, NETWORK)
+    gaussian = read_gaussian(path)
     assert gaussian is not None
     assert gaussian.count is None
     moments = Moments()
@@ -50,37 +48,9 @@ def test_published_statistics_equal_those_of_the_features(tmp_path: Path, save: 
     shifted = Gaussian(gaussian.mean + 2, gaussian.covariance)
     assert frechet_distance(gaussian, shifted) == pytest.approx(5 * 2**2)
     path = saved(tmp_path / "y.npz", save, feats=np.asarray(FEATURES.numpy(), order=order))
-    feats = read_features(path, NETWORK)
+    feats = read_features(path)
     assert feats is not None
     assert torch.equal(feats, FEATURES)
-
-
-def test_written_statistics_can_be_read(tmp_path: Path) -> None:
-    """`numpy.load` reads them without pickled objects, as pytorch-fid does; features are rounded to float32."""
-    moments = Moments()
-    moments.add(FEATURES)
-    path = tmp_path / "x.npz"
-    path.write_bytes(statistics_file(moments.reduce(), NETWORK))
-    found = read_gaussian(path, NETWORK)
-    assert found is not None
-    assert found.count == 30
-    assert torch.equal(found.mean, moments.reduce().mean)
-    torch.testing.assert_close(found.covariance, torch.cov(FEATURES.T))
-    with np.load(path) as arrays:
-        np.testing.assert_allclose(arrays["sigma"], SIGMA)
-    assert "another network (a network) than --features (b)" in one_line_of_network(path)
-    path.write_bytes(statistics_file(FEATURES, NETWORK))
-    rows = read_features(path, NETWORK)
-    assert rows is not None
-    other = random(7, 5, seed=1)
-    assert kernel_distance(rows, other) == pytest.approx(kernel_distance(FEATURES, other), rel=1e-5)
-    assert "FID needs mu and sigma" in one_line(path)
-
-
-def one_line_of_network(path: Path) -> str:
-    with pytest.raises(ConfigError) as caught:
-        read_gaussian(path, "b")
-    return str(caught.value)
 
 
 NAN = SIGMA.copy()
@@ -140,8 +110,8 @@ def test_arrays_of_an_archive_must_have_the_length_in_their_header(tmp_path: Pat
 def test_pictures_are_read_in_blocks(tmp_path: Path) -> None:
     pictures = np.arange(5 * 4 * 6 * 3, dtype=np.uint8).reshape(5, 4, 6, 3)
     path = saved(tmp_path / "x.npz", np.savez_compressed, arr_0=pictures)
-    assert read_gaussian(path, NETWORK) is None
-    assert read_features(path, NETWORK) is None
+    assert read_gaussian(path) is None
+    assert read_features(path) is None
     blocks = list(read_pictures(path, 2))
     assert [len(block) for block in blocks] == [2, 2, 1]
     assert np.array_equal(torch.cat(blocks).movedim(1, 3).numpy(), pictures)

@@ -167,7 +167,7 @@ def save_folder(folder: Path, pictures: Tensor) -> Path:
 def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
     build_model: BuildModel, colours: Path, tmp_path: Path
 ) -> None:
-    """Samples have the requested classes, by default all classes; written statistics give the same distances."""
+    """Samples have the requested classes, by default all classes; statistics in an archive give the same distances."""
     generator, pictures = generator_of(CLASSES, build_model), some_pictures(70)
     real = colours_of(pictures.movedim(3, 1).float() / 127.5 - 1)
     labels = [i // 3 for i in range(9)]
@@ -184,20 +184,21 @@ def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
     for name, measure in functions.items():
         words = ["--metric", name, "--features", str(colours), "--count", "3", "--reference"]
         out = tmp_path / f"{name}.npz"
+        numbers = {"mu": real.mean(0), "sigma": torch.cov(real.T)} if name == "fid" else {"feats": real}
+        np.savez(out, **{key: value.numpy() for key, value in numbers.items()})
         for reference in (folder, tmp_path / "pictures.npz", out):
-            writing = () if reference == out else ("--write-statistics", str(out))
-            found = measure(arguments(*words, str(reference), *writing), generator)
+            found = measure(arguments(*words, str(reference)), generator)
+            unknown = name == "fid" and reference == out
             assert found.record == ({"recall": recall} if name == "precision" else {}) | {
                 name: pytest.approx(expected[name], rel=1e-4),
                 "pictures": 9,
                 "features": 6,
                 "network": load_features(colours, torch.device("cpu")).network,
                 "reference": str(reference),
-                "reference_pictures": 70,
+                "reference_pictures": None if unknown else 70,
             }
-            assert f"9 generated pictures, compared with {reference}, 70 pictures" in found.lines[0]
-        with pytest.raises(ConfigError, match="already holds statistics; leave out --write-statistics"):
-            measure(arguments(*words, str(out), "--write-statistics", str(tmp_path / "again.npz")), generator)
+            count = "" if unknown else ", 70 pictures"
+            assert f"9 generated pictures, compared with {reference}{count}" in found.lines[0]
 
 
 def test_the_minimum_of_precision_is_of_the_precision(
@@ -207,22 +208,6 @@ def test_the_minimum_of_precision_is_of_the_precision(
     monkeypatch.setattr("dit.evaluation.precision_recall.precision_recall", lambda real, drawn: (0.75, 0.25))
     for minimum, missed in (("0.5", []), ("0.8", ["below the minimum of 0.8: precision, 0.750"])):
         assert picture_scores.precision_and_recall(arguments(*words, "--minimum", minimum), generator).missed == missed
-
-
-def test_statistics_of_held_out_pictures_can_be_written(build_model: BuildModel, colours: Path, tmp_path: Path) -> None:
-    generator, out = generator_of(CLASSES, build_model), tmp_path / "x.npz"
-    words = ("--metric", "fid", "--features", str(colours), "--write-statistics", str(out))
-    picture_scores.fid(arguments(*words), generator)
-    held_out = [
-        colours_of(latent[:, 0][None].expand(-1, 3, -1, -1))
-        for batch in generator.config.data.build_validation(
-            CLASSES.batch_spec(micro_batch_size=4), dp_rank=0, dp_size=1
-        )
-        for latent in batch.unpatchified(batch.latents_TC, 1, 2)
-    ]
-    with np.load(out) as arrays:
-        np.testing.assert_allclose(arrays["mu"], torch.cat(held_out).mean(0).numpy())
-        np.testing.assert_allclose(arrays["sigma"], torch.cov(torch.cat(held_out).T).numpy(), atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +220,6 @@ def test_statistics_of_held_out_pictures_can_be_written(build_model: BuildModel,
         (("--reference", "nothing"), "nothing cannot be read: No such file"),
         (("--reference", "empty"), "empty holds no picture that ends in avif"),
         (("--reference", "damaged"), "damaged/x.png cannot be read: .*; remove it"),
-        (("--write-statistics", "x.txt"), "--write-statistics x.txt: name an .npz file in a folder that exists"),
-        (
-            ("--reference", "other.npz", "--write-statistics", "other.npz"),
-            "would replace the --reference; name another file",
-        ),
     ],
 )
 def test_a_reference_that_does_not_fit_is_refused(

@@ -115,7 +115,7 @@ def test_the_picture_shows_the_generated_samples(generator, tmp_path):
 
 def test_settings_reach_the_generator(generator, tmp_path):
     flags = (
-        "--solver heun --steps 5 --guidance-scale 0 --seed 0 --label 3 --count 2 --fps 12 --variance large "
+        "--solver heun --steps 5 --guidance-scale 0 --seed 0 --labels 3 --count 2 --fps 12 --variance large "
         "--guidance-channels 3 --thresholding static --tile 24 --tile-overlap 8 --guidance-rescale 0.7 --guidance-norm "
         "--guidance-interval 0.2 5 --churn 4 0.1 50 1.003"
     )
@@ -185,8 +185,9 @@ def test_a_picture_is_generated_only_inside_the_mask(generator, tmp_path, capsys
         assert (drawn[mask[..., 0] == 0] == pixels[mask[..., 0] == 0]).all()
         assert (drawn[mask[..., 0] > 0] == 0).all()
     assert json.loads((tmp_path / "files" / "samples.jsonl").read_text().splitlines()[0])["inpaint"] == flags[3:]
-    assert draw(tmp_path, *flags, "--init", str(tmp_path / "picture.png")) == 2
-    assert "--inpaint keeps a part of a picture, --init and --first-frame begin with one" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        draw(tmp_path, *flags, "--init", str(tmp_path / "picture.png"))
+    assert "argument --init: not allowed with argument --inpaint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -453,7 +454,7 @@ def test_wrong_flags_exit_with_code_2(tmp_path, capsys):
         ["--solver", "eulr"],
         ["--steps", "0"],
         ["--count", "x"],
-        ["--label", "1", "--labels", "2"],
+        ["--labels", "1", "--prompt", "2"],
         ["--fps", "0"],
         ["--seed", "-1"],
         ["--guidance-scale", "nan"],

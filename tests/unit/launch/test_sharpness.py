@@ -19,7 +19,6 @@ from energon_data.mock import MockData
 from examples.comparison import draw_samples
 from launch import evaluate, picture_scores, sharpness
 from launch.measurement import Measurement, Metric
-from launch.sharpness import Sharpness
 from tests.conftest import BuildModel
 from tests.unit.inference.test_cascade import BASE, LARGER, generator_of
 
@@ -59,10 +58,6 @@ def test_the_numbers_are_those_of_their_definitions(build_model: BuildModel) -> 
     assert record["bicubic_gradient"] == pytest.approx(energy(bicubic) / energy(truth))
 
 
-def result(psnr: float, gradient: float) -> Sharpness:
-    return Sharpness(8, 2, psnr, 20.0, gradient, 0.6)
-
-
 @pytest.mark.parametrize(
     ("psnr", "gradient", "missed"),
     [
@@ -76,7 +71,8 @@ def result(psnr: float, gradient: float) -> Sharpness:
 def test_the_minimum_is_of_the_gain_and_asks_for_sharper_pictures(
     psnr: float, gradient: float, missed: list[str]
 ) -> None:
-    assert [line.partition(":")[0] for line in result(psnr, gradient).missed(3.0)] == missed
+    record = {"psnr": psnr, "bicubic_psnr": 20.0, "gradient": gradient, "bicubic_gradient": 0.6}
+    assert [line.partition(":")[0] for line in sharpness.shortfalls(record, 3.0)] == missed
 
 
 def test_a_cascade_is_measured_after_each_of_its_stages(

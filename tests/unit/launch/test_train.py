@@ -79,7 +79,6 @@ def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
         (["--factory", OWN, "--badflag", "--yes"], ["--badflag", "--help"]),
         (["--factory", OWN, "--yess"], ["--yess", "--yes"]),
         (["--factory", OWN, "--yes=1"], ["--yes takes no value, got '1'; write only --yes"]),
-        (["--factory", OWN, "--detach", "--yes"], ["--detach", "launch/README.md"]),
         (["--factory", OWN, "--yes", "--yaml", "a.yaml"], ["--factory", "--yaml"]),
         (["--factory", OWN, "--yes", "--world-size", "8"], ["--dryrun"]),
         (["--factory", OWN, "--dryrun", "--world-size", "none"], ["--world-size", "'none'"]),

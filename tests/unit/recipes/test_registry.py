@@ -17,6 +17,7 @@ from launch import train
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
+from recipes.models import ddpm_unet_512
 from tests.support import recipes_page
 
 RECIPES = [entry.name for entry in registry.recipes()]
@@ -100,7 +101,8 @@ def test_recipes_in_the_source_equal_recipes_registered_in_nemo_run():
         module = importlib.import_module(entry.module)
         target = getattr(module, entry.target)
         assert catalogue.check_exists(get_type_namespace(target), entry.name), entry.name
-        assert getattr(module, entry.function).__doc__.strip().startswith(entry.line), entry.name
+        assert callable(getattr(module, entry.function)), entry.name
+        assert entry.line, entry.name
 
 
 RANKS = re.compile(
@@ -171,6 +173,25 @@ def test_names_are_read_from_decorators(tmp_path):
     assert (entry.name, entry.function, entry.module) == ("short", "long_name", "mypackage.mine")
     assert entry.line == "One line."
     assert entry.is_recipe
+
+
+def test_names_are_read_from_assignments(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "_schedule = partial(part, Schedule)\n"
+        "slow = _schedule('slow', Constant)\n'''One line.\n\nMore.'''\n"
+        "wide = part(ModelConfig, 'wide', DiTConfig, hidden_size=64)\n'''Another line.'''\n"
+        "other = partial(print, 1)\n"
+    )
+    slow, wide = registry.read_entries(tmp_path / "mine.py", module="mypackage.mine")
+    assert (slow.name, slow.function, slow.target, slow.line) == ("slow", "slow", "Schedule", "One line.")
+    assert slow.docstring == "One line.\n\nMore."
+    assert (wide.name, wide.target, wide.line) == ("wide", "ModelConfig", "Another line.")
+
+
+def test_parts_are_independent_in_every_call():
+    first, second = ddpm_unet_512(), ddpm_unet_512()
+    first.mid_out_channels.append(7)
+    assert second.mid_out_channels == [512, 512, 256]
 
 
 @pytest.mark.parametrize(
