@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 PIXEL_CHANNELS = 3
 TRAIN_SPLIT = "train"
+_SHUFFLED = 1000  # samples of one pass that are shuffled in memory, divided over the members of a blend
 _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
@@ -51,7 +52,7 @@ class EnergonData(ReaderSettings):
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights, then lists, change, counting those that
             `training.on_bad_numbers=rewind` omits.
-        shuffle_buffer: samples shuffled in memory.
+        shuffle_buffer: samples shuffled in memory, also of several passes; None for up to 1000 samples of one pass.
         pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
         pad_packs: pad packs to `max_tokens_per_pack`.
@@ -79,7 +80,7 @@ class EnergonData(ReaderSettings):
     path: str = ""
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
-    shuffle_buffer: int = 1000
+    shuffle_buffer: Optional[int] = None
     pack_cost_tokens: Optional[int] = None
     packing_buffer_size: int = 256
     pad_packs: bool = False
@@ -148,7 +149,7 @@ class EnergonData(ReaderSettings):
                     f"{info.path} has text embeddings of width {width} (of {info.description.get('text_encoder')}), "
                     f"model.context_size is {text.shape[0]}; {text.cure_of_width(width)}"
                 )
-            if (contents := _contents(info)) is not None:
+            if info.description.get("shapes") and (contents := Contents.read(info.path)):
                 if not spec.orders_frames:
                     self._check_stills(contents, spec, info.path)
                 self._check_frames(contents, spec, info.path)
@@ -348,6 +349,7 @@ class EnergonData(ReaderSettings):
             vary_captions=self.vary_captions and not held_out,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,
+            shuffled_in_pass=0 if held_out or self.shuffle_buffer is not None else _SHUFFLED // len(self._paths()),
             max_tokens_per_pack=self.max_tokens_per_pack,
             pack_multiple_of=self.pack_multiple_of,
             cost_limit=CostLimit(n, spec.attention_tokens) if (n := self.pack_cost_tokens) else None,
@@ -488,11 +490,6 @@ class EnergonData(ReaderSettings):
         if any(value != values[0] for value in values):
             raise DataError(f"the members of {self.origin} differ in {name}: {entries}; {why}")
         return values[0] if values else None
-
-
-def _contents(info: SplitInfo) -> Optional[Contents]:
-    """Return the description of a folder; None if `dataset.json` does not have the shapes of the samples."""
-    return Contents.read(info.path) if info.description.get("shapes") else None
 
 
 def _common_divisors(numbers: list[int]) -> list[int]:

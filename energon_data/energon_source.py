@@ -117,7 +117,7 @@ class EnergonSource:
         num_streams: int,
         seed: int,
         budget: int,
-        shuffle_buffer: int,
+        shuffle_buffer: Optional[int],
         packing_buffer_size: Optional[int],
     ) -> None:
         ledger = SkipCounter(budget)
@@ -131,7 +131,7 @@ class EnergonSource:
             split_part=split,
             worker_config=worker_config(stream=stream, num_streams=num_streams, seed=seed),
             batch_size=self._batch_size,
-            shuffle_buffer_size=shuffle_buffer if shuffle_buffer > 1 else None,
+            shuffle_buffer_size=shuffle_buffer,
             max_samples_per_sequence=None,  # complete shards
             packing_buffer_size=packing_buffer_size if packed else None,
             task_encoder=self._encoder,

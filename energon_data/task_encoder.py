@@ -16,6 +16,7 @@ from megatron.energon import (
     MapDataset,
     PackingDataset,
     SavableDataset,
+    ShuffleBufferDataset,
     SkipSample,
     WorkerConfig,
     stateless,
@@ -44,6 +45,7 @@ class EncoderOptions:
 
     Attributes:
         max_samples: number of samples of a held-out pass, spread over the split; None for the complete split.
+        shuffled_in_pass: samples of one pass over a data set that are shuffled in memory; 0 for the stored order.
         cost_limit: limit of the work of a pack; None for no limit.
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
@@ -55,6 +57,7 @@ class EncoderOptions:
     require_checksums: bool = True
     max_text_tokens: Optional[int] = None
     max_samples: Optional[int] = None
+    shuffled_in_pass: int = 0
     max_tokens_per_pack: Optional[int] = None
     pack_multiple_of: int = 1
     cost_limit: Optional[CostLimit] = None
@@ -63,6 +66,38 @@ class EncoderOptions:
     vae: Optional[Geometry] = None
     embedded: frozenset[str] = frozenset()
     references: bool = False
+
+
+class _ShuffledPasses(ShuffleBufferDataset):
+    """Endless passes over a data set, each shuffled separately.
+
+    At the end of a pass, a sample of the next one is read for each sample that is drawn:
+
+        buffer   7 7 7 7 8 8 8      the pass of each sample: draw one of the 7s, then read one more 8
+    """
+
+    _savable_fields = ("_active_buffer", "_worker_rng", "_passes", "_pass")
+
+    def reset_state_own(self) -> None:
+        super().reset_state_own()
+        self._passes, self._pass = list[int](), 0  # of each buffered sample, and of the next one
+
+    @patches(
+        "megatron-energon 7.4",
+        "megatron/energon/wrappers/shuffle_buffer_dataset.py: ShuffleBufferDataset._active_buffer, _worker_rng",
+        why="its buffer mixes as many passes over a small data set as fit into it",
+    )
+    def __iter__(self) -> Iterator[Any]:
+        buffer, passes = self._active_buffer, self._passes
+        buffer.worker_start()
+        while True:
+            for _ in buffer.append_iter():
+                passes.append(self._pass)
+                if len(passes) >= self.size or passes[0] < self._pass:
+                    index = self._worker_rng.randbelow(passes.count(passes[0]))
+                    del passes[index]
+                    yield buffer.pop(index)
+            self._pass += 1
 
 
 class _Packing(PackingDataset):
@@ -114,13 +149,15 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         spread = self.options.max_samples is not None
         raw.join_readers = [SampleReader(reader, spread=spread) for reader in raw.join_readers]
         self._readers += raw.join_readers
-        return MapDataset(
+        config, size = kwargs["worker_config"], self.options.shuffled_in_pass
+        clips = MapDataset(
             raw,
-            partial(self.load_clip, worker_config=kwargs["worker_config"]),
+            partial(self.load_clip, worker_config=config),
             stateless_map_fn=True,
             failure_tolerance=0,
-            worker_config=kwargs["worker_config"],
+            worker_config=config,
         )
+        return _ShuffledPasses(clips, size, worker_config=config) if size else clips
 
     def load_clip(self, raw: Any, *, worker_config: WorkerConfig) -> Clip:
         """Return `clip_of` a sample of Energon's reader; raises `SkipSample` if it is dropped."""

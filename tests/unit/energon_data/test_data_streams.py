@@ -15,7 +15,7 @@ from small_data import clips, damage, first_batch, npy, spec, write_dataset
 from small_streams import PACKED, build, build_spec, same, take, through_disk
 
 from dit.condition_table import IMAGE_TOKENS
-from dit.data_api import DataConfig, merge_states
+from dit.data_api import DataConfig, merge_states, sample_id
 from dit.errors import BatchError, ConfigError, DataError
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -28,6 +28,8 @@ SHAPES = ["1x4x4", "2x6x4"]
 CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
     "dense": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10), 4),
     "packed": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10, **PACKED), 1),
+    "passes": lambda f, _: (EnergonData(path=str(f), num_streams=4), 4),
+    "passes packed": lambda f, _: (EnergonData(path=str(f), num_streams=4, **PACKED), 1),
     "buckets": lambda f, _: (EnergonData(path=str(f), num_streams=4, bucket_by_shape=True, shuffle_buffer=5), 4),
     "augmented": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED), 4),
     "augmented packed": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED, **PACKED), 1),
@@ -52,6 +54,26 @@ def test_every_draw_of_a_run_has_its_own_number(case: tuple[DataConfig, int]) ->
         seen[stream] += count
     draws = [int(n) for batch in batches for n in batch.draws_S]
     assert len(set(draws)) == len(draws)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize(("count", "shuffled"), [(1, 1000), (20, 1000), (40, 6)])
+def test_a_pass_reads_every_sample_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int, count: int, shuffled: int
+) -> None:
+    """Each pass has another order, also if a set is larger than the buffer; a small set is in memory once."""
+    monkeypatch.setattr("energon_data.dataset._SHUFFLED", shuffled)
+    read = Counter[str]()
+    monkeypatch.setattr("energon_data.task_encoder.sample_id", lambda key: read.update([key]) or sample_id(key))
+    folder = write_dataset(tmp_path / "data", {"train": clips(count * streams, sizes=[(1, 4, 4)])})
+    data = EnergonData(path=str(folder), num_streams=streams, background=False)
+    stream = build(data, mbs=1)
+    keys = [next(stream).keys[0]]
+    assert sum(read.values()) == (min(shuffled, count + 1) if count > 1 else 2)
+    keys += [batch.keys[0] for batch in take(stream, 4 * count * streams - 1)]
+    passes = [keys[i : i + count * streams] for i in range(0, len(keys), count * streams)]
+    assert all(len(set(one)) == count * streams for one in passes)
+    assert count == 1 or len({tuple(one) for one in passes}) == 4
 
 
 @pytest.mark.parametrize("steps", [0, 8])
