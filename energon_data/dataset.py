@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import WITHOUT_HELD_OUT, BatchSpec, OnlineEncoding
-from dit.encoders.text_config import check_text_encoder
+from dit.encoders.text_config import ENTRIES, check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError, first_few
 from dit.patchify import Grid, frames_to_patch
@@ -155,7 +155,7 @@ class EnergonData(ReaderSettings):
                 self._check_frames(contents, spec, info.path)
                 if self.resize_side is None and self.crop_size is None:
                     self._check_sides(contents, spec, info.path)
-        if text is not None:
+        if any(not set(ENTRIES).isdisjoint(condition.stored_as) for condition in spec.conditions):
             self.text_encoder()
         num_classes = None if label is None else label.num_classes
         if num_classes is not None and len(names := self.class_names() or ()) > num_classes:
