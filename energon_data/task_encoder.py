@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Optional
 
 from megatron.energon import (
@@ -33,6 +34,7 @@ from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import cook_clip, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import Filters, check_finite
+from energon_data.folder import is_mixed
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS, Clip, DroppedError, SampleError
 from energon_data.skip_log import Skip, SkipCounter
@@ -130,11 +132,11 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         super().__init__()
         stored = tuple(c for c in spec.conditions if c.name not in options.embedded)
         self.spec, self.options, self.ledger = replace(spec, conditions=stored), options, ledger
-        self._readers: list[SampleReader] = []
+        self.readers: list[SampleReader] = []
 
     def close(self) -> None:
         """Close the shards of all data sets that were built with this encoder; they are reopened if read."""
-        for reader in self._readers:
+        for reader in self.readers:
             reader.close()
 
     @patches(
@@ -147,9 +149,11 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Use `SampleReader`, and one step instead of Energon's three, whose overhead is as large as the work."""
         raw = dataset.dataset
         spread = self.options.max_samples is not None
-        raw.join_readers = [SampleReader(reader, spread=spread) for reader in raw.join_readers]
-        self._readers += raw.join_readers
         config, size = kwargs["worker_config"], self.options.shuffled_in_pass
+        (reader,) = raw.join_readers
+        streams = 1 if is_mixed(Path(str(reader.base_path))) else config.world_size
+        raw.join_readers = [SampleReader(reader, spread=spread, streams=streams)]
+        self.readers += raw.join_readers
         clips = MapDataset(
             raw,
             partial(self.load_clip, worker_config=config),

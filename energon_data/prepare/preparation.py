@@ -102,8 +102,8 @@ class Preparation:
                 references=references,
             )
             _check_readers(entries)
-            # A stream reads a contiguous part of the shards. Packs of large samples hold fewer, so each part gets files
-            # of all subfolders, or the streams would repeat their samples at different rates.
+            # A stream reads a contiguous part of the shards if `is_mixed`. Packs of large samples hold fewer, so each
+            # part gets files of all subfolders, or the streams would repeat their samples at different rates.
             entries = sorted(entries, key=lambda entry: sample_id(f"order/{entry.name!a}"))
             units, entry = _units_of_equal_repeats(entries, samples_per_shard), "row" if list_file else "file"
             listed = [entry.stamp for entry in entries]

@@ -252,7 +252,7 @@ def test_members_of_a_blend_share_only_the_conditions_of_the_model(
     with pytest.raises(DataError, match="differ in class_names"):
         data.validate(spec(num_classes=200, context_size=None, **sizes), 1, 1)
     for texts in ({}, {"context_size": None, "pooled_size": 3}):
-        with pytest.raises(DataError, match="differ in text_encoder.*one.*another"):
+        with pytest.raises(DataError, match=r"differ in text_encoder.*one.*another"):
             data.validate(spec(num_classes=None, **texts, **sizes), 1, 1)
     assert null_texts(data, neither.conditions, torch.device("cpu")) == {}, "a model without texts"
     assert EnergonData(path=str(still)).autoencoder() == "one"

@@ -76,6 +76,38 @@ def test_a_pass_reads_every_sample_once(
     assert count == 1 or len({tuple(one) for one in passes}) == 4
 
 
+@pytest.mark.parametrize("streams", [2, 8])
+def test_streams_read_small_and_large_samples_equally_often(tmp_path: Path, streams: int) -> None:
+    """Shards are sorted by size: if each stream read its own, its packs would hold few large or many small samples."""
+    sides = [2 + 2 * (i // 64) for i in range(512)]
+    folder = write_dataset(tmp_path / "data", {"train": clips(512, sizes=[(1, n, n) for n in sides])}, per_shard=64)
+    packs = {"max_tokens_per_pack": 128, "pack_multiple_of": 1, "packing_buffer_size": 16}
+    stream = build(EnergonData(path=str(folder), num_streams=streams, **packs), mbs=1)
+    reads = Counter[int]()
+    while reads.total() < 4 * 512:
+        reads.update(sides[int(key[-5:])] for key in next(stream).keys)
+    assert max(reads.values()) < 1.25 * min(reads.values())
+
+
+def test_a_run_of_an_earlier_version_continues_in_the_order_of_the_shards(
+    mixed_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = EnergonData(path=str(mixed_folder), num_streams=2)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("energon_data.task_encoder.is_mixed", lambda _: True)
+        stream = build(data)
+        take(stream, 4)
+        state = through_disk(stream.state_dict())
+        rest = take(stream, 4)
+    for one in state["streams"].values():
+        del one["position"]["settings"]["interleaved"]
+    resumed, smaller = build(data), build(data, mbs=2)
+    for run in (resumed, smaller):
+        run.load_state_dict(state)
+    same(rest, take(resumed, 4))
+    assert {key for batch in take(smaller, 8) for key in batch.keys} == {key for batch in rest for key in batch.keys}
+
+
 @pytest.mark.parametrize("steps", [0, 8])
 def test_a_resumed_stream_is_bitwise_equal(case: tuple[DataConfig, int], steps: int) -> None:
     data, mbs = case
@@ -307,7 +339,7 @@ def test_ranks_that_share_a_stream_report_its_samples_once(
 ) -> None:
     """After resumes, too, the counts of all ranks and the lines of the file add up to those of one rank."""
     data = EnergonData(
-        path=str(damaged_after(60)), shuffle_buffer=0, num_streams=2, max_lost_samples=100, background=False
+        path=str(damaged_after(50)), shuffle_buffer=0, num_streams=2, max_lost_samples=100, background=False
     )
     state, used = None, 0
     for _ in range(3):
