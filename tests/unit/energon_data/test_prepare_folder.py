@@ -17,7 +17,7 @@ from small_data import read_batches
 from dit.data_api import BatchSpec
 from dit.errors import EXIT_DATA, EXIT_OK, ConfigError
 from energon_data.dataset import EnergonData
-from energon_data.media_files import open_picture, video_bytes
+from energon_data.media_files import open_picture, sampled_frames, video_bytes
 from energon_data.prepare.build import CAPTIONS
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
@@ -107,6 +107,22 @@ def test_a_dry_run_counts_all_clips_of_the_tried_videos(tmp_path, capsys):
     assert len(written) == 20
     assert said.count(" 3x2x64x64, ") == 8
     assert f"about 20 samples, {size / 2**20:.1f} MiB in all, estimated from 1 file\n" in said
+
+
+def test_a_dry_run_of_a_long_video_decodes_its_beginning(tmp_path, capsys, monkeypatch):
+    decoded = []
+
+    def counted_frames(*args):
+        for frame in sampled_frames(*args):
+            decoded.append(frame[1])
+            yield frame
+
+    monkeypatch.setattr("energon_data.prepare.videos.sampled_frames", counted_frames)
+    source = folder_of(tmp_path / "in", {"a.mp4": video_bytes([noise(16, 16, i) for i in range(300)], 8.0)})
+    assert run(source, tmp_path / "out", "--frames", "2", "--dry-run", command="videos") == EXIT_OK
+    assert "at least 64 samples, " in (said := capsys.readouterr().out)
+    assert "estimated from 1 file, of the last one only 64 clips\n" in said
+    assert len(decoded) == 128
 
 
 def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):
