@@ -1,5 +1,6 @@
 """Pictures and videos of one folder or archive, their captions, and their description in `dataset.json`."""
 
+import gzip
 import hashlib
 import json
 import math
@@ -359,6 +360,25 @@ def test_links_to_archives_and_folders_outside_are_read_with_follow_links_only(
         (tmp_path / "in" / name).unlink()
     assert run(tmp_path / "in", tmp_path / "none", command="webdataset") == EXIT_DATA
     assert "1 path_escape (outside.tar: a link to a file outside of" in capsys.readouterr().err
+
+
+def test_compressed_archives_are_named_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plain = write_tar(tmp_path / "in" / "a.TAR", ("1.png", png(0))).read_bytes()
+    folder_of(
+        tmp_path / "in",
+        {"b.tar.gz": gzip.compress(plain), "c.tgz": b"", "d.tar": gzip.compress(plain), "d.tar.idx": b""},
+    )
+    assert described(tmp_path / "in", tmp_path / "out", command="webdataset")["samples"] == {"train": 1}
+    reasons = {"b.tar.gz": "other_format", "c.tgz": "other_format", "d.tar": "bad_tar"}
+    assert outcomes(tmp_path / "out") == reasons
+    assert "d.tar: compressed by gzip; uncompress it" in capsys.readouterr().out
+    for name in ("a.TAR", "d.tar"):
+        (tmp_path / "in" / name).unlink()
+    assert run(tmp_path / "in", tmp_path / "none", command="webdataset") == EXIT_DATA
+    assert (
+        "has no .tar file (2 other_format (b.tar.gz: compressed archives are not read; uncompress"
+        in capsys.readouterr().err
+    )
 
 
 # Pictures.
