@@ -95,7 +95,8 @@ class TrainingConfig:
         ema_offload: store the averages in host memory.
         ema_sigma_rel: lengths of power-function averages (0.01 to 0.28), such as [0.05, 0.1].
         log_interval: steps between log lines.
-        validation_interval, sample_interval: steps between held-out losses, and sample grids; 0 for never.
+        validation_interval, sample_interval: steps between held-out losses, and sample grids, of the largest size that
+            1 of 16 samples reaches; 0 for never.
         hooks: user classes, `['package.module.Class']`, called after every step and validation.
         stop_at_step: stop after this step with a checkpoint and code 75; a later step or None continues.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import WITHOUT_HELD_OUT, BatchSpec, OnlineEncoding
-from dit.encoders.text_config import check_text_encoder
+from dit.encoders.text_config import ENTRIES, check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError, first_few
 from dit.patchify import Grid, frames_to_patch
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 PIXEL_CHANNELS = 3
 TRAIN_SPLIT = "train"
+_SHUFFLED = 1000  # samples of one pass that are shuffled in memory, divided over the members of a blend
 _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
@@ -51,7 +52,7 @@ class EnergonData(ReaderSettings):
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights, then lists, change, counting those that
             `training.on_bad_numbers=rewind` omits.
-        shuffle_buffer: samples shuffled in memory.
+        shuffle_buffer: samples shuffled in memory, also of several passes; None for up to 1000 samples of one pass.
         pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
         pad_packs: pad packs to `max_tokens_per_pack`.
@@ -79,7 +80,7 @@ class EnergonData(ReaderSettings):
     path: str = ""
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
-    shuffle_buffer: int = 1000
+    shuffle_buffer: Optional[int] = None
     pack_cost_tokens: Optional[int] = None
     packing_buffer_size: int = 256
     pad_packs: bool = False
@@ -154,7 +155,7 @@ class EnergonData(ReaderSettings):
                 self._check_frames(contents, spec, info.path)
                 if self.resize_side is None and self.crop_size is None:
                     self._check_sides(contents, spec, info.path)
-        if text is not None:
+        if any(not set(ENTRIES).isdisjoint(condition.stored_as) for condition in spec.conditions):
             self.text_encoder()
         num_classes = None if label is None else label.num_classes
         if num_classes is not None and len(names := self.class_names() or ()) > num_classes:
@@ -346,6 +347,7 @@ class EnergonData(ReaderSettings):
             vary_captions=self.vary_captions and not held_out,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,
+            shuffled_in_pass=0 if held_out or self.shuffle_buffer is not None else _SHUFFLED // len(self._paths()),
             max_tokens_per_pack=self.max_tokens_per_pack,
             pack_multiple_of=self.pack_multiple_of,
             cost_limit=CostLimit(n, spec.attention_tokens) if (n := self.pack_cost_tokens) else None,

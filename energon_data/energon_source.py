@@ -117,7 +117,7 @@ class EnergonSource:
         num_streams: int,
         seed: int,
         budget: int,
-        shuffle_buffer: int,
+        shuffle_buffer: Optional[int],
         packing_buffer_size: Optional[int],
     ) -> None:
         ledger = SkipCounter(budget)
@@ -131,7 +131,7 @@ class EnergonSource:
             split_part=split,
             worker_config=worker_config(stream=stream, num_streams=num_streams, seed=seed),
             batch_size=self._batch_size,
-            shuffle_buffer_size=shuffle_buffer if shuffle_buffer > 1 else None,
+            shuffle_buffer_size=shuffle_buffer,
             max_samples_per_sequence=None,  # complete shards
             packing_buffer_size=packing_buffer_size if packed else None,
             task_encoder=self._encoder,
@@ -144,6 +144,7 @@ class EnergonSource:
             "packing_buffer_size": packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
             "bucket_by_shape": options.bucket_by_shape,
+            "interleaved": any(reader.streams > 1 for reader in self._encoder.readers),
             "seed": seed,
         }
         self._loader = _loader(dataset, ledger)
@@ -162,13 +163,22 @@ class EnergonSource:
         state = {"settings": self._settings, "dataset": to_plain(inner), "index": worker["_sample_index"]}
         return Position(state)
 
+    def _saved_settings(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of a state; if an earlier version saved it, read the shards in order as that version."""
+        saved = {"interleaved": False} | state["settings"]
+        if not saved["interleaved"]:
+            self._settings["interleaved"] = False
+            for reader in self._encoder.readers:
+                reader.streams = 1
+        return saved
+
     def adapt(self, position: Position) -> Position:
         """Convert a position; see `Source.adapt`.
 
         If settings that group samples changed, the items after the state are read with the former settings, and samples
         that were selected into packs but not delivered are selected again.
         """
-        saved = position.state["settings"]
+        saved = self._saved_settings(position.state)
         # Settings that determine the grouping of samples, but not the samples after a position.
         grouping = {"pack_multiple_of"} if self._batch_size is None else {"micro_batch_size"}
         may_change = set[str]() if self._options.bucket_by_shape else grouping
@@ -188,6 +198,7 @@ class EnergonSource:
         why="a position of one stream is restored under another layout",
     )
     def load(self, state: dict[str, Any]) -> None:
+        self._saved_settings(state)
         inner, batch_size = from_plain(state["dataset"]), self._loader._get_batch_size()
         if inner is not None:
             worker = FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": state["index"]})

@@ -155,6 +155,13 @@ def check_folder(folder: Path, split: str, otherwise: str = WITHOUT_HELD_OUT) ->
     return SplitInfo(folder, split, samples, tuple(shards), metadata, unlisted)
 
 
+def is_mixed(folder: Path) -> bool:
+    """Return whether `prepare` wrote the samples in random order, not in the order of tar files."""
+    file = folder / "dataset.json"
+    prepared = _load(file).get("prepared") if file.is_file() else None
+    return isinstance(prepared, dict) and prepared.get("command") != "webdataset"
+
+
 def _nested_targets(value: object) -> list[str]:
     """List the classes and functions that Energon would import for a configuration."""
     if isinstance(value, dict):

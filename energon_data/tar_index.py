@@ -30,6 +30,7 @@ READ_ERROR = "__read_error__"
 """Name of the part with the reason why a sample could not be read."""
 
 _OPEN_SHARDS = 32
+_BLOCK_SAMPLES = 32  # read one after another, for disks and file systems that read ahead
 _LONGEST_HEADER = 1 << 20  # bytes of a long name or of a pax header
 _LONG_HEADERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME,
                  tarfile.GNUTYPE_LONGLINK)  # fmt: skip
@@ -189,6 +190,27 @@ def spread_order(count: int) -> np.ndarray:
     return order
 
 
+def interleaved(index: int, count: int, streams: int) -> int:
+    """Return the position of a sample if each of `streams` equal parts of the numbers takes blocks from everywhere.
+
+    Of 12 samples, 2 streams and blocks of 2:
+
+        index      0 1 2 3  4  5 | 6 7 8 9 10 11
+        position   0 1 4 5  8  9 | 2 3 6 7 10 11
+    """
+    block = min(max(count // (16 * streams), 1), _BLOCK_SAMPLES)
+    blocks = count // block
+    number, offset = divmod(index, block)
+    if number == blocks:  # the rest
+        return index
+    size, longer = divmod(blocks, streams)  # the first `longer` streams have one more block
+    if number < longer * (size + 1):
+        stream, turn = divmod(number, size + 1)
+    else:
+        stream, turn = divmod(number - longer, size)
+    return (turn * streams + stream) * block + offset
+
+
 class SampleReader:
     """Random access to the samples of a list of shards; replaces Energon's reader of the same shards.
 
@@ -197,13 +219,15 @@ class SampleReader:
     Args:
         energon_reader: Energon's `ShardInfosITarReader`.
         spread: number the samples in `spread_order`, not in the order of the shards.
+        streams: number the samples so that each of this many equal parts has samples of all shards, see `interleaved`.
     """
 
-    def __init__(self, energon_reader: "ShardInfosITarReader", *, spread: bool = False) -> None:
+    def __init__(self, energon_reader: "ShardInfosITarReader", *, spread: bool = False, streams: int = 1) -> None:
         self._energon = energon_reader
         self._starts = list(energon_reader.shard_count_cumsum)
         self._shards = list(energon_reader.shard_infos)
         self._order = spread_order(len(self)) if spread else None
+        self.streams = streams
         self._open: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -237,7 +261,7 @@ class SampleReader:
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         from megatron.energon import SourceInfo
 
-        place = index if self._order is None else int(self._order[index])
+        place = interleaved(index, len(self), self.streams) if self._order is None else int(self._order[index])
         number = bisect_right(self._starts, place) - 1
         shard, position = self._shards[number], place - self._starts[number]
         parts: dict[str, Any]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Optional
 
 from megatron.energon import (
@@ -16,6 +17,7 @@ from megatron.energon import (
     MapDataset,
     PackingDataset,
     SavableDataset,
+    ShuffleBufferDataset,
     SkipSample,
     WorkerConfig,
     stateless,
@@ -32,6 +34,7 @@ from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import cook_clip, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import Filters, check_finite
+from energon_data.folder import is_mixed
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS, Clip, DroppedError, SampleError
 from energon_data.skip_log import Skip, SkipCounter
@@ -44,6 +47,7 @@ class EncoderOptions:
 
     Attributes:
         max_samples: number of samples of a held-out pass, spread over the split; None for the complete split.
+        shuffled_in_pass: samples of one pass over a data set that are shuffled in memory; 0 for the stored order.
         cost_limit: limit of the work of a pack; None for no limit.
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
@@ -55,6 +59,7 @@ class EncoderOptions:
     require_checksums: bool = True
     max_text_tokens: Optional[int] = None
     max_samples: Optional[int] = None
+    shuffled_in_pass: int = 0
     max_tokens_per_pack: Optional[int] = None
     pack_multiple_of: int = 1
     cost_limit: Optional[CostLimit] = None
@@ -63,6 +68,38 @@ class EncoderOptions:
     vae: Optional[Geometry] = None
     embedded: frozenset[str] = frozenset()
     references: bool = False
+
+
+class _ShuffledPasses(ShuffleBufferDataset):
+    """Endless passes over a data set, each shuffled separately.
+
+    At the end of a pass, a sample of the next one is read for each sample that is drawn:
+
+        buffer   7 7 7 7 8 8 8      the pass of each sample: draw one of the 7s, then read one more 8
+    """
+
+    _savable_fields = ("_active_buffer", "_worker_rng", "_passes", "_pass")
+
+    def reset_state_own(self) -> None:
+        super().reset_state_own()
+        self._passes, self._pass = list[int](), 0  # of each buffered sample, and of the next one
+
+    @patches(
+        "megatron-energon 7.4",
+        "megatron/energon/wrappers/shuffle_buffer_dataset.py: ShuffleBufferDataset._active_buffer, _worker_rng",
+        why="its buffer mixes as many passes over a small data set as fit into it",
+    )
+    def __iter__(self) -> Iterator[Any]:
+        buffer, passes = self._active_buffer, self._passes
+        buffer.worker_start()
+        while True:
+            for _ in buffer.append_iter():
+                passes.append(self._pass)
+                if len(passes) >= self.size or passes[0] < self._pass:
+                    index = self._worker_rng.randbelow(passes.count(passes[0]))
+                    del passes[index]
+                    yield buffer.pop(index)
+            self._pass += 1
 
 
 class _Packing(PackingDataset):
@@ -95,11 +132,11 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         super().__init__()
         stored = tuple(c for c in spec.conditions if c.name not in options.embedded)
         self.spec, self.options, self.ledger = replace(spec, conditions=stored), options, ledger
-        self._readers: list[SampleReader] = []
+        self.readers: list[SampleReader] = []
 
     def close(self) -> None:
         """Close the shards of all data sets that were built with this encoder; they are reopened if read."""
-        for reader in self._readers:
+        for reader in self.readers:
             reader.close()
 
     @patches(
@@ -112,15 +149,19 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Use `SampleReader`, and one step instead of Energon's three, whose overhead is as large as the work."""
         raw = dataset.dataset
         spread = self.options.max_samples is not None
-        raw.join_readers = [SampleReader(reader, spread=spread) for reader in raw.join_readers]
-        self._readers += raw.join_readers
-        return MapDataset(
+        config, size = kwargs["worker_config"], self.options.shuffled_in_pass
+        (reader,) = raw.join_readers
+        streams = 1 if is_mixed(Path(str(reader.base_path))) else config.world_size
+        raw.join_readers = [SampleReader(reader, spread=spread, streams=streams)]
+        self.readers += raw.join_readers
+        clips = MapDataset(
             raw,
-            partial(self.load_clip, worker_config=kwargs["worker_config"]),
+            partial(self.load_clip, worker_config=config),
             stateless_map_fn=True,
             failure_tolerance=0,
-            worker_config=kwargs["worker_config"],
+            worker_config=config,
         )
+        return _ShuffledPasses(clips, size, worker_config=config) if size else clips
 
     def load_clip(self, raw: Any, *, worker_config: WorkerConfig) -> Clip:
         """Return `clip_of` a sample of Energon's reader; raises `SkipSample` if it is dropped."""

@@ -51,7 +51,6 @@ from dit.models.registry import BACKBONES  # noqa: E402
 from dit.monitoring import flops  # noqa: E402
 from dit.tracing.forward import ForwardCost, ForwardFlops  # noqa: E402
 from dit.tracing.packs import PackShape  # noqa: E402
-from energon_data.dataset import EnergonData  # noqa: E402
 
 for paths in BACKBONES.values():
     for path in paths:
@@ -75,7 +74,5 @@ class SharedCost(ForwardCost):
 
 
 flops.ForwardCost = SharedCost  # type: ignore[misc]
-# Runs on a few samples would read and decode them hundreds of times to fill the default buffer of 1000.
-EnergonData.__init__.__kwdefaults__["shuffle_buffer"] = 32
 init.draw = functools.lru_cache(maxsize=4096)(init.draw)
 gc.freeze()  # otherwise garbage collection in each rank copies these memory pages

@@ -36,11 +36,9 @@ Encode = Callable[[PackedBatch], PackedBatch]
 def null_texts(data: DataConfig, conditions: Sequence[Condition], device: torch.device) -> dict[str, Tensor]:
     """Return the embeddings of the empty text for conditions that have it as null, `[k, D]` by name."""
     stored = {c.name: text for c in conditions if c.null == "empty text" and (text := data.empty_text(c)) is not None}
-    to_encode = [condition for condition in conditions if condition.name not in stored]
-    return {
-        **{name: text.to(device) for name, text in stored.items()},
-        **empty_texts(data.text_encoder(), to_encode, device),
-    }
+    to_encode = [c for c in conditions if c.null == "empty text" and c.name not in stored]
+    encoded = empty_texts(data.text_encoder(), to_encode, device) if to_encode else {}
+    return {name: text.to(device) for name, text in stored.items()} | encoded
 
 
 def batch_encoder(

@@ -1,6 +1,7 @@
 """Micro-batches on the device: checked against the model, copied, counted in samples, tokens and FLOPs."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,6 +21,9 @@ from dit.monitoring.heartbeat import Phase
 from dit.pack_copy import compute_tables, layouts_of
 from dit.patchify import Grid, frames_to_patch, num_frames
 from dit.step.balance import Packs
+
+RARE = 16
+"""A preview leaves out samples so large that fewer than one of this many is as large."""
 
 
 @dataclass
@@ -85,6 +89,7 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     Attributes:
         largest: the largest sample so far; None before the first one.
+        sizes: number of samples in this process by tokens, grid and frame rate.
         step_batches: local micro-batches since `begin_step`, before their copy to the device.
     """
 
@@ -105,6 +110,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         self._stream, self.device, self._spec, self._flops = stream, device, spec, flops
         self.consumed = Consumed()
         self.largest: Optional[Largest] = None
+        self.sizes = Counter[tuple[int, Grid, float]]()
         self.step_batches: list[PackedBatch] = []
 
     def begin_step(self) -> None:
@@ -139,6 +145,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         condition = batch.conditions.get(FPS.name)
         rates = [DEFAULT_FPS] * len(batch.grids) if condition is None else condition.values.tolist()
         sizes = [(prod(grid), grid, fps) for grid, fps in zip(batch.grids, rates)]
+        self.sizes.update(sizes)
         largest = max(sizes)
         if self.largest is None or largest >= self.largest[:3]:
             members = [i for i, size in enumerate(sizes) if size == largest]
@@ -176,6 +183,24 @@ class DeviceBatches(Iterator[PackedBatch]):
         """
         self.largest = max(gather_objects(self.largest, group))
         return self.latent_size(self._spec), self.largest.fps
+
+    def share_typical(self, group: dist.ProcessGroup) -> tuple[tuple[int, int, int], float]:
+        """Return `share_largest` without samples so large that fewer than 1 of `RARE` has their size.
+
+        A single long clip would otherwise determine the time and memory of every preview.
+        """
+        size, fps = self.share_largest(group)
+        counts = sum(gather_objects(self.sizes, group), Counter[tuple[int, Grid, float]]())
+        larger = 0
+        for typical in sorted(counts, reverse=True):
+            larger += counts[typical]
+            if larger * RARE >= counts.total():
+                break
+        if self.largest is None or typical == self.largest[:3]:
+            return size, fps
+        _, (t, h, w), fps = typical
+        patch_temporal, side = self._spec.patch
+        return (1 if t == 1 else t * patch_temporal, h * side, w * side), fps
 
     def reset(self) -> Consumed:
         """Return the counters and start new ones."""

@@ -460,11 +460,11 @@ class Run:
         self.phase.enter("samples")
         # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
         network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
-        largest = self.batches.share_largest(self.groups.dp)
+        typical = self.batches.share_typical(self.groups.dp)
         averaged = self.state.averaged if self.state.ema else None
         folder = None if self.log.is_silent else make_folder(self.samples_folder.parent) / self.samples_folder.name
         held_out = held_out_pictures(self.config, self.spec, self.encode)
-        paths = self.pictures.write(network, *largest, folder, averaged, held_out)
+        paths = self.pictures.write(network, *typical, folder, averaged, held_out)
         for name, path in paths.items():
             self.log.samples(self.state, path, name)
 

@@ -4,6 +4,7 @@ The name of a sample consists of the archive's path within the folder and the na
 """
 
 import os
+import re
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,10 @@ from energon_data.prepare.sources import (
 from energon_data.prepare.walk import Skipped
 from energon_data.samples import SampleError, read_object
 
+_PACKED = re.compile(r"\.(tar\.(gz|bz2?|xz|zst|lz4)|t[bgx]z2?)$", re.IGNORECASE)
+_COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""Compressions of files by their first bytes."""
+
 
 def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
     """List the tar files of a WebDataset, sorted, and links out of the folder that are not read."""
@@ -34,7 +39,11 @@ def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], 
         raise ConfigError(f"{folder} does not exist; --in names a folder of .tar files, or one of them")
     skipped: list[Skipped] = []
     paths = [place / name for place, names in walk.folders_below(folder, follow_links, skipped) for name in names]
-    tars = sorted(path for path in paths if path.suffix == ".tar" and path.is_file())
+    tars = sorted(path for path in paths if path.suffix.lower() == ".tar" and path.is_file())
+    unread = "compressed archives are not read; uncompress it"
+    skipped += [
+        Skipped(name_within(path, folder), "other_format", unread) for path in paths if _PACKED.search(path.name)
+    ]
     outside = [path for path in tars if not follow_links and leaves(path, folder)]
     escape = f"a link to a file outside of {folder}; {walk.FOLLOW}"
     skipped += [Skipped(name_within(path, folder), "path_escape", escape) for path in outside]
@@ -87,6 +96,10 @@ def _members_by_sample(
     name, parts, unread = where, dict[str, bytes](), dict[str, str]()
     try:
         with open_binary(path) as archive:
+            begins = archive.read(8)
+            if kind := next((kind for start, kind in _COMPRESSIONS.items() if begins.startswith(start)), None):
+                yield name, SampleError("bad_tar", f"compressed by {kind}; uncompress it")
+                return
             for member, read in tar_index.read_tar(archive):
                 place = PurePosixPath(member.name)
                 stem, _, part = place.name.partition(".")

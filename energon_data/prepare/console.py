@@ -13,7 +13,7 @@ from dit.errors import ConfigError
 from dit.terminal import counted, echo, printable
 from energon_data.contents import Contents
 from energon_data.prepare.build import SKIPPED, Ranks, UnitRecord
-from energon_data.prepare.preparation import TRY_OUT, Preparation
+from energon_data.prepare.preparation import TRY_CLIPS, TRY_OUT, Preparation
 
 LINES_WITH_A_FILE = {
     "animated": "first frame of an animation",
@@ -145,8 +145,10 @@ def _forecast(preparation: Preparation) -> str:
     if samples and preparation.entry != "archive":
         times = preparation.entries / tried
         mebibytes = sum(sum(map(len, sample.parts.values())) for sample in samples) * times / 2**20
+        is_cut = samples[-1].number + 1 == TRY_CLIPS
+        about, part = ("at least", f", of the last one only {TRY_CLIPS} clips") if is_cut else ("about", "")
         lines.append(
-            f"  about {counted(round(len(samples) * times), 'sample')}, {mebibytes:,.1f} MiB in all, estimated from "
-            f"{counted(tried, preparation.entry)}"
+            f"  {about} {counted(round(len(samples) * times), 'sample')}, {mebibytes:,.1f} MiB in all, estimated from "
+            f"{counted(tried, preparation.entry)}{part}"
         )
     return "\n".join(lines)

@@ -21,6 +21,7 @@ from energon_data.prepare.walk import FOLLOW, composed
 from energon_data.samples import SampleError, read_object
 
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+LONGEST_FIELD = 16 << 20  # characters of a field of a CSV file
 KINDS = (".jsonl", ".csv", ".parquet")
 Rows = dict[str, list[dict[str, Any]]]
 """Rows by file name; only a video may have several, with different starts or ends."""
@@ -78,6 +79,8 @@ def read_list(path: Path, names: Collection[str]) -> Rows:
                 "different starts or ends"
             )
         by_span[span] = row
+    if not rows:
+        raise DataError(f"{path} has no row; write one for each file, or move it away")
     return {name: list(of_file.values()) for name, of_file in rows.items()}
 
 
@@ -88,15 +91,22 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with io.TextIOWrapper(open_binary(path), "utf-8-sig", newline="") as file:
             yield from _csv(file) if path.suffix == ".csv" else _jsonl(file)
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise DataError(f"{path} has the byte {byte:#04x}, which is not UTF-8; save the file as UTF-8") from error
     except (OSError, ValueError, csv.Error, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else str(error)
         raise DataError(f"cannot read {path}: {detail}; correct the file") from error
 
 
 def _csv(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(LONGEST_FIELD)
     reader = csv.DictReader(lines, strict=True, skipinitialspace=True)
     if len(header := reader.fieldnames or ()) == 1 and re.search("[;\t]", header[0]):
         raise ValueError(f"the header {header[0]!r} has no comma; separate the fields by commas")
+    if len(header) != len(set(header)):
+        name = next(name for name in header if header.count(name) > 1)
+        raise ValueError(f"the header has {name!r} twice; leave one of these columns")
     for number, row in enumerate(reader, 1):
         if None in row:
             raise ValueError(

@@ -31,7 +31,8 @@ EXTENSIONS = {
     "folder": PICTURES | VIDEOS,
     "webdataset": PICTURES | VIDEOS,
 }
-TRY_OUT = 8  # samples that a dry run prints; it makes all clips of the last video
+TRY_OUT = 8  # samples that a dry run prints
+TRY_CLIPS = 64  # of the last video, all clips up to this many show how many samples there will be
 
 
 def _sources_of_folder(
@@ -102,8 +103,8 @@ class Preparation:
                 references=references,
             )
             _check_readers(entries)
-            # A stream reads a contiguous part of the shards. Packs of large samples hold fewer, so each part gets files
-            # of all subfolders, or the streams would repeat their samples at different rates.
+            # A stream reads a contiguous part of the shards if `is_mixed`. Packs of large samples hold fewer, so each
+            # part gets files of all subfolders, or the streams would repeat their samples at different rates.
             entries = sorted(entries, key=lambda entry: sample_id(f"order/{entry.name!a}"))
             units, entry = _units_of_equal_repeats(entries, samples_per_shard), "row" if list_file else "file"
             listed = [entry.stamp for entry in entries]
@@ -171,14 +172,15 @@ class Preparation:
         }
 
     def try_out(self) -> tuple[list[Sample], UnitRecord]:
-        """Make the samples of a dry run in memory: a few, and all clips of the last video."""
+        """Make the samples of a dry run in memory: a few, and up to `TRY_CLIPS` clips of the last video."""
         record, samples = UnitRecord(skips=list(self.skipped)), list[Sample]()
         for unit in self.units:
             for sample in self.job.work(self.job.sources(unit), record):
                 if len(samples) >= TRY_OUT and sample.number == 0:
                     return samples, record
                 samples.append(sample)
-                if len(samples) >= TRY_OUT and "fps" not in sample.metadata:  # a picture
+                is_last = "fps" not in sample.metadata or sample.number + 1 == TRY_CLIPS  # a picture has no `fps`
+                if len(samples) >= TRY_OUT and is_last:
                     return samples, record
         return samples, record
 

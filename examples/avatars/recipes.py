@@ -4,9 +4,8 @@ import nemo_run as run
 
 from dit.settings import OptimizerConfig
 from dit.training.pretrain import pretrain
-from energon_data.dataset import EnergonData
 from examples.avatars.drawings import caption, choose
-from examples.letters.recipes import text_dit
+from examples.letters.recipes import demo_data, text_dit
 from examples.pictograms.recipes import pictogram_autoencoder
 from recipes.base import small_run
 
@@ -61,7 +60,7 @@ def avatars_latent() -> run.Partial:
 
 def _by_text(*, run_dir: str, data: str, in_channels: int, patch_spatial: int) -> run.Partial:
     model = text_dit(in_channels=in_channels, patch_spatial=patch_spatial)
-    recipe = small_run(run_dir, model, run.Config(EnergonData, path=data, num_streams=2))
+    recipe = small_run(run_dir, model, demo_data(data))
     recipe.objective.prediction = "x0"
     recipe.schedule.warmup_steps = 50
     recipe.training.micro_batch_size = 16

@@ -9,8 +9,7 @@ from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.unet.config import UNetConfig
 from dit.objectives.edm import EDM
 from dit.training.pretrain import pretrain
-from energon_data.dataset import EnergonData
-from examples.letters.recipes import letters_run
+from examples.letters.recipes import demo_data, letters_run
 from examples.pictograms.recipes import pictograms_latent
 
 SIZES = {"channel_multipliers": [1, 2, 4], "num_res_blocks": [1, 1, 1], "attention_levels": [2]}
@@ -44,15 +43,13 @@ def _run(recipe: run.Partial, name: str) -> run.Partial:
 
 def _letters(pixels: int, path: str) -> run.Partial:
     recipe = _run(letters_run(), f"cascade_letters_{pixels}")
-    recipe.data = run.Config(EnergonData, path=path, num_streams=2, bucket_by_shape=True)
+    recipe.data = demo_data(path, bucket_by_shape=True)
     return recipe
 
 
 def _pictograms(pixels: int) -> run.Partial:
     recipe = _run(pictograms_latent(), f"cascade_pictograms_{pixels}")
-    recipe.data = run.Config(
-        EnergonData, path="data/pictograms_64", num_streams=2, bucket_by_shape=True, resize_side=pixels
-    )
+    recipe.data = demo_data("data/pictograms_64", bucket_by_shape=True, resize_side=pixels)
     return recipe
 
 

@@ -1,5 +1,7 @@
 """Letters: pictures by class or text, and moving clips."""
 
+from typing import Any
+
 import nemo_run as run
 
 from dit.models.dit.config import DiTConfig
@@ -34,6 +36,11 @@ def text_dit(
     )
 
 
+def demo_data(path: str, **settings: Any) -> run.Config[EnergonData]:
+    """Return a data set whose order is that of the recorded results."""
+    return run.Config(EnergonData, path=path, num_streams=2, shuffle_buffer=1000, **settings)
+
+
 def letters_run() -> run.Partial:
     """Return a run of a class-conditional DiT on letters by AdamW, which other examples start from."""
     model = run.Config(
@@ -46,7 +53,7 @@ def letters_run() -> run.Partial:
         num_classes=26,
         class_dropout=0.1,
     )
-    recipe = small_run("runs/letters_dit", model, run.Config(EnergonData, path="data/letters", num_streams=2))
+    recipe = small_run("runs/letters_dit", model, demo_data("data/letters"))
     recipe.training.num_steps = 2100
     recipe.training.micro_batch_size, recipe.training.global_batch_size = 32, 64
     recipe.training.log_interval, recipe.training.validation_interval = 50, 300
@@ -89,7 +96,7 @@ def letters_text() -> run.Partial:
     """
     recipe = letters_run()
     recipe.model = text_dit(in_channels=1, patch_spatial=4)
-    recipe.data = run.Config(EnergonData, path="data/letters_text", num_streams=2)
+    recipe.data = demo_data("data/letters_text")
     recipe.training.run_dir = "runs/letters_text"
     recipe.sampling.prompts = [f"the letter {letter} in {style} font" for style in STYLES for letter in "AGQS"]
     return recipe
@@ -110,7 +117,7 @@ def letters_edit() -> run.Partial:
     recipe.model.in_channels = 3
     recipe.model.num_layers = 4
     recipe.model.position_embedding = "sincos_3d"
-    recipe.data = run.Config(EnergonData, path="data/letters_edit", num_streams=2, references=True)
+    recipe.data = demo_data("data/letters_edit", references=True)
     recipe.objective.prediction = "x0"
     recipe.optimizer.lr = 2e-3
     recipe.training.run_dir = "runs/letters_edit"
@@ -142,7 +149,7 @@ def moving_letters_dit() -> run.Partial:
     # Eight frames show the same letter, so more noise is needed to hide it.
     recipe.objective.time_shift = 3.0
     # A clip is 16 tokens.
-    recipe.data = run.Config(EnergonData, path="data/moving_letters", num_streams=2, max_tokens_per_pack=512)
+    recipe.data = demo_data("data/moving_letters", max_tokens_per_pack=512)
     recipe.training.run_dir = "runs/moving_letters_dit"
     recipe.training.num_steps = 2400
     recipe.training.micro_batch_size = 1

@@ -6,8 +6,7 @@ from dit.models.autoencoder.config import AutoencoderConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.training.pretrain import pretrain
-from energon_data.dataset import EnergonData
-from examples.letters.recipes import letters_run, text_dit
+from examples.letters.recipes import demo_data, letters_run, text_dit
 
 
 @run.cli.factory(target=pretrain)
@@ -28,7 +27,7 @@ def pictogram_autoencoder() -> run.Partial:
         norm_num_groups=8,
     )
     recipe.objective = run.Config(Autoencoding, kl_weight=1e-4)
-    recipe.data = run.Config(EnergonData, path="data/pictograms", num_streams=2, bucket_by_shape=True)
+    recipe.data = demo_data("data/pictograms", bucket_by_shape=True)
     # With few pictures and little time, small batches give more updates per picture.
     recipe.optimizer.lr = 3e-3
     recipe.training.run_dir = "runs/pictogram_autoencoder"
@@ -75,7 +74,7 @@ def pictograms_latent() -> run.Partial:
     """
     recipe = letters_run()
     recipe.model = text_dit(in_channels=16, patch_spatial=2, hidden_size=192, num_attention_heads=6)
-    recipe.data = run.Config(EnergonData, path="data/pictograms_latent", num_streams=2)
+    recipe.data = demo_data("data/pictograms_latent")
     recipe.optimizer.lr = 1.5e-3
     recipe.training.run_dir = "runs/pictograms_latent"
     recipe.training.num_steps = 1800

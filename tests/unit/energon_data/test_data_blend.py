@@ -15,6 +15,7 @@ from small_data import clips, spec, write_dataset
 from small_streams import same, take, through_disk
 
 from dit.data_api import NoData
+from dit.encoders.online import null_texts
 from dit.errors import ConfigError, DataError
 from dit.run_config import RunConfig
 from energon_data.blend import read_blend
@@ -53,7 +54,6 @@ def build(
     data = EnergonData(
         blend=[{"path": str(members[name]), "weight": weight} for name, weight in weights.items()],
         num_streams=2,
-        shuffle_buffer=8,
         **settings,
     )
     data.validate(spec(), dp, STEP)
@@ -71,6 +71,16 @@ def test_members_are_read_in_proportion_to_their_weights(members: dict[str, Path
     counts = sum((sources(batch.keys) for batch in take(stream, 300)), Counter())
     assert set(counts) == {"a", "b"}
     assert abs(counts["a"] / 1200 - 0.25) < 0.05  # four standard deviations
+
+
+def test_each_member_is_read_in_passes(members: dict[str, Path]) -> None:
+    _, stream = build(members, {"a": 1, "b": 3})
+    keys = [key for batch in take(stream, 200)[::2] for key in batch.keys]  # of the first of two streams
+    for name, count in (("a", 20), ("b", 12)):
+        read = [key for key in keys if key.startswith(f"train_{name}")]
+        passes = [read[i : i + count] for i in range(0, len(read) - count + 1, count)]
+        assert len(passes) > 2
+        assert all(len(set(one)) == count for one in passes)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +251,10 @@ def test_members_of_a_blend_share_only_the_conditions_of_the_model(
     assert read - set(DIRECTIONS), "letters"
     with pytest.raises(DataError, match="differ in class_names"):
         data.validate(spec(num_classes=200, context_size=None, **sizes), 1, 1)
-    with pytest.raises(DataError, match="differ in text_encoder"):
-        data.validate(spec(num_classes=None, **sizes), 1, 1)
+    for texts in ({}, {"context_size": None, "pooled_size": 3}):
+        with pytest.raises(DataError, match=r"differ in text_encoder.*one.*another"):
+            data.validate(spec(num_classes=None, **texts, **sizes), 1, 1)
+    assert null_texts(data, neither.conditions, torch.device("cpu")) == {}, "a model without texts"
     assert EnergonData(path=str(still)).autoencoder() == "one"
     with pytest.raises(DataError, match=r"differ in vae.*set sampling\.vae"):
         data.autoencoder()

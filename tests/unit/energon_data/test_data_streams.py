@@ -15,7 +15,7 @@ from small_data import clips, damage, first_batch, npy, spec, write_dataset
 from small_streams import PACKED, build, build_spec, same, take, through_disk
 
 from dit.condition_table import IMAGE_TOKENS
-from dit.data_api import DataConfig, merge_states
+from dit.data_api import DataConfig, merge_states, sample_id
 from dit.errors import BatchError, ConfigError, DataError
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -28,6 +28,8 @@ SHAPES = ["1x4x4", "2x6x4"]
 CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
     "dense": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10), 4),
     "packed": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10, **PACKED), 1),
+    "passes": lambda f, _: (EnergonData(path=str(f), num_streams=4), 4),
+    "passes packed": lambda f, _: (EnergonData(path=str(f), num_streams=4, **PACKED), 1),
     "buckets": lambda f, _: (EnergonData(path=str(f), num_streams=4, bucket_by_shape=True, shuffle_buffer=5), 4),
     "augmented": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED), 4),
     "augmented packed": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED, **PACKED), 1),
@@ -52,6 +54,58 @@ def test_every_draw_of_a_run_has_its_own_number(case: tuple[DataConfig, int]) ->
         seen[stream] += count
     draws = [int(n) for batch in batches for n in batch.draws_S]
     assert len(set(draws)) == len(draws)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize(("count", "shuffled"), [(1, 1000), (20, 1000), (40, 6)])
+def test_a_pass_reads_every_sample_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int, count: int, shuffled: int
+) -> None:
+    """Each pass has another order, also if a set is larger than the buffer; a small set is in memory once."""
+    monkeypatch.setattr("energon_data.dataset._SHUFFLED", shuffled)
+    read = Counter[str]()
+    monkeypatch.setattr("energon_data.task_encoder.sample_id", lambda key: read.update([key]) or sample_id(key))
+    folder = write_dataset(tmp_path / "data", {"train": clips(count * streams, sizes=[(1, 4, 4)])})
+    data = EnergonData(path=str(folder), num_streams=streams, background=False)
+    stream = build(data, mbs=1)
+    keys = [next(stream).keys[0]]
+    assert sum(read.values()) == (min(shuffled, count + 1) if count > 1 else 2)
+    keys += [batch.keys[0] for batch in take(stream, 4 * count * streams - 1)]
+    passes = [keys[i : i + count * streams] for i in range(0, len(keys), count * streams)]
+    assert all(len(set(one)) == count * streams for one in passes)
+    assert count == 1 or len({tuple(one) for one in passes}) == 4
+
+
+@pytest.mark.parametrize("streams", [2, 8])
+def test_streams_read_small_and_large_samples_equally_often(tmp_path: Path, streams: int) -> None:
+    """Shards are sorted by size: if each stream read its own, its packs would hold few large or many small samples."""
+    sides = [2 + 2 * (i // 64) for i in range(512)]
+    folder = write_dataset(tmp_path / "data", {"train": clips(512, sizes=[(1, n, n) for n in sides])}, per_shard=64)
+    packs = {"max_tokens_per_pack": 128, "pack_multiple_of": 1, "packing_buffer_size": 16}
+    stream = build(EnergonData(path=str(folder), num_streams=streams, **packs), mbs=1)
+    reads = Counter[int]()
+    while reads.total() < 4 * 512:
+        reads.update(sides[int(key[-5:])] for key in next(stream).keys)
+    assert max(reads.values()) < 1.25 * min(reads.values())
+
+
+def test_a_run_of_an_earlier_version_continues_in_the_order_of_the_shards(
+    mixed_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = EnergonData(path=str(mixed_folder), num_streams=2)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("energon_data.task_encoder.is_mixed", lambda _: True)
+        stream = build(data)
+        take(stream, 4)
+        state = through_disk(stream.state_dict())
+        rest = take(stream, 4)
+    for one in state["streams"].values():
+        del one["position"]["settings"]["interleaved"]
+    resumed, smaller = build(data), build(data, mbs=2)
+    for run in (resumed, smaller):
+        run.load_state_dict(state)
+    same(rest, take(resumed, 4))
+    assert {key for batch in take(smaller, 8) for key in batch.keys} == {key for batch in rest for key in batch.keys}
 
 
 @pytest.mark.parametrize("steps", [0, 8])
@@ -285,7 +339,7 @@ def test_ranks_that_share_a_stream_report_its_samples_once(
 ) -> None:
     """After resumes, too, the counts of all ranks and the lines of the file add up to those of one rank."""
     data = EnergonData(
-        path=str(damaged_after(60)), shuffle_buffer=0, num_streams=2, max_lost_samples=100, background=False
+        path=str(damaged_after(50)), shuffle_buffer=0, num_streams=2, max_lost_samples=100, background=False
     )
     state, used = None, 0
     for _ in range(3):

@@ -1,5 +1,6 @@
 """Pictures and videos of one folder or archive, their captions, and their description in `dataset.json`."""
 
+import gzip
 import hashlib
 import json
 import math
@@ -17,7 +18,7 @@ from small_data import read_batches
 from dit.data_api import BatchSpec
 from dit.errors import EXIT_DATA, EXIT_OK, ConfigError
 from energon_data.dataset import EnergonData
-from energon_data.media_files import open_picture, video_bytes
+from energon_data.media_files import open_picture, sampled_frames, video_bytes
 from energon_data.prepare.build import CAPTIONS
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
@@ -107,6 +108,22 @@ def test_a_dry_run_counts_all_clips_of_the_tried_videos(tmp_path, capsys):
     assert len(written) == 20
     assert said.count(" 3x2x64x64, ") == 8
     assert f"about 20 samples, {size / 2**20:.1f} MiB in all, estimated from 1 file\n" in said
+
+
+def test_a_dry_run_of_a_long_video_decodes_its_beginning(tmp_path, capsys, monkeypatch):
+    decoded = []
+
+    def counted_frames(*args):
+        for frame in sampled_frames(*args):
+            decoded.append(frame[1])
+            yield frame
+
+    monkeypatch.setattr("energon_data.prepare.videos.sampled_frames", counted_frames)
+    source = folder_of(tmp_path / "in", {"a.mp4": video_bytes([noise(16, 16, i) for i in range(300)], 8.0)})
+    assert run(source, tmp_path / "out", "--frames", "2", "--dry-run", command="videos") == EXIT_OK
+    assert "at least 64 samples, " in (said := capsys.readouterr().out)
+    assert "estimated from 1 file, of the last one only 64 clips\n" in said
+    assert len(decoded) == 128
 
 
 def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):
@@ -343,6 +360,25 @@ def test_links_to_archives_and_folders_outside_are_read_with_follow_links_only(
         (tmp_path / "in" / name).unlink()
     assert run(tmp_path / "in", tmp_path / "none", command="webdataset") == EXIT_DATA
     assert "1 path_escape (outside.tar: a link to a file outside of" in capsys.readouterr().err
+
+
+def test_compressed_archives_are_named_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plain = write_tar(tmp_path / "in" / "a.TAR", ("1.png", png(0))).read_bytes()
+    folder_of(
+        tmp_path / "in",
+        {"b.tar.gz": gzip.compress(plain), "c.tgz": b"", "d.tar": gzip.compress(plain), "d.tar.idx": b""},
+    )
+    assert described(tmp_path / "in", tmp_path / "out", command="webdataset")["samples"] == {"train": 1}
+    reasons = {"b.tar.gz": "other_format", "c.tgz": "other_format", "d.tar": "bad_tar"}
+    assert outcomes(tmp_path / "out") == reasons
+    assert "d.tar: compressed by gzip; uncompress it" in capsys.readouterr().out
+    for name in ("a.TAR", "d.tar"):
+        (tmp_path / "in" / name).unlink()
+    assert run(tmp_path / "in", tmp_path / "none", command="webdataset") == EXIT_DATA
+    assert (
+        "has no .tar file (2 other_format (b.tar.gz: compressed archives are not read; uncompress"
+        in capsys.readouterr().err
+    )
 
 
 # Pictures.

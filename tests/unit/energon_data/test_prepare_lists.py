@@ -242,6 +242,13 @@ def test_spaces_after_the_commas_of_a_csv_belong_to_no_name_and_no_text(tmp_path
     assert captions == {"a.png": "a red fox, jumping", "b.png": "plain"}
 
 
+def test_a_caption_of_a_csv_may_be_long(tmp_path):
+    source, caption = downloaded(tmp_path, ["a.png"]), "red, " * 100_000 + "fox"
+    (source / "metadata.csv").write_text(f'file_name,text\na.png,"{caption}"\n')
+    assert prepare(source, tmp_path / "out", command="images") == EXIT_OK
+    assert metadata_of(tmp_path / "out")["a.png"]["caption"] == caption
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -250,7 +257,10 @@ def test_spaces_after_the_commas_of_a_csv_belong_to_no_name_and_no_text(tmp_path
         ("list.jsonl", "line 2 is not JSON: Expecting value at column 14; correct"),
         ("commas.csv", "commas.csv: row 2 has 4 fields, the header 2; put text with commas in double quotes"),
         ("excel.csv", "excel.csv: the header 'file_name;text' has no comma; separate the fields by commas"),
-        ("latin.csv", "latin.csv: 'utf-8' codec can't decode byte 0xfc in position"),
+        ("latin.csv", "latin.csv has the byte 0xfc, which is not UTF-8; save the file as UTF-8"),
+        ("twice.csv", "twice.csv: the header has 'text' twice; leave one of these columns"),
+        ("header.csv", "header.csv has no row; write one for each file, or move it away"),
+        ("nothing.jsonl", "nothing.jsonl has no row"),
         ("open.csv", "open.csv: unexpected end of data"),
         ("pair.csv", "pair.csv: ',' expected after '\"'"),
         ("above.jsonl", "above.jsonl, row 1: file_name '../secret.png' leaves the folder"),
@@ -268,6 +278,9 @@ def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
         "commas.csv": "file_name,text\nb.png,blue\na.png,a red fox, jumping, high\n",
         "excel.csv": "file_name;text\na.png;red\n",
         "latin.csv": "file_name,text\nb.png,blue\na.png,grün\n".encode("latin-1"),
+        "twice.csv": "file_name,text,text\na.png,red,blue\n",
+        "header.csv": "file_name,text\n",
+        "nothing.jsonl": "",
         "open.csv": 'file_name,text\na.png,"a red fox\nb.png,blue\n',
         "pair.csv": 'file_name,text\na.png,"a red fox\nb.png,"blue"\n',
         "above.jsonl": '{"file_name": "../secret.png"}',

@@ -1,5 +1,6 @@
 """The requested frame rate of samples is passed to the network; the default is the rate of the training data."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -111,3 +112,28 @@ def test_the_rate_of_the_data_is_that_of_the_sample_with_most_tokens() -> None:
         next(batches)
         seen.append(batches.largest[1:3])
     assert seen == [((1, 2, 2), 30.0), ((4, 4, 4), 8.0), ((4, 4, 4), 24.0), ((8, 8, 8), DEFAULT_FPS)]
+
+
+def test_a_preview_has_the_size_of_the_largest_samples_that_are_not_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long clip among 60 samples does not determine it; nine among 121 samples of all ranks do."""
+    spec = BatchSpec(patch_temporal=2, patch_spatial=2, latent_channels=1, micro_batch_size=1)
+    short = clips(*[((4, 4, 4), 8.0)] * 30, *[((1, 8, 4), 30.0)] * 30)
+
+    def rank(*long: tuple[tuple[int, int, int], float]) -> DeviceBatches:
+        packs: Any = iter([short, clips(*long)])
+        batches = DeviceBatches(packs, torch.device("cpu"), spec, lambda batch: 0)
+        next(batches), next(batches)
+        return batches
+
+    def preview_of(batches: DeviceBatches, *others: DeviceBatches) -> tuple[tuple[int, int, int], float]:
+        def gather(value: object, _: object) -> list[object]:
+            return [value, *(other.sizes if isinstance(value, Counter) else other.largest for other in others)]
+
+        group: Any = None
+        with monkeypatch.context() as ranks:
+            ranks.setattr("dit.step.device_batches.gather_objects", gather)
+            return batches.share_typical(group)
+
+    one, nine = rank(((32, 4, 4), 24.0)), rank(*[((16, 4, 4), 24.0)] * 9)
+    assert preview_of(one) == ((8, 8, 8), 8.0)
+    assert preview_of(one, nine) == preview_of(nine, one) == preview_of(nine) == ((32, 8, 8), 24.0)
