@@ -69,6 +69,7 @@ def trained_model(config: RunConfig, metadata: dict[str, Any]) -> TrainedModel:
         attributions=metadata.get("attributions", []),
         fps=metadata.get("fps"),
         clean_parts=metadata.get("clean_parts") or [name for name, setting in clean.items() if setting],
+        reference_aspect=metadata.get("reference_aspect"),
     )
 
 

@@ -15,6 +15,7 @@ from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives import OBJECTIVES
 from dit.objectives.base import Objective
+from dit.ranges import ASPECTS
 from dit.safe_files import parse_json
 
 METADATA_KEY = "megatron_dit"
@@ -27,6 +28,7 @@ ADDED: Mapping[str, Any] = {
     "max_text_tokens": Optional[int],
     "attributions": list[str],
     "clean_parts": list[str],
+    "reference_aspect": Optional[Literal[ASPECTS]],
 }
 """Fields of `TrainedModel` that older exports lack, and their types."""
 TYPES: Mapping[str, Any] = {
