@@ -13,7 +13,7 @@ from torch import Tensor
 from dit.checkpoint.full_weights import read_full_weights
 from dit.convert import original_dit
 from dit.convert.diffusers_format import LatentSize, TrainedModel, format_of_model
-from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, pipeline_of
+from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, pipeline_of, spacing_notes
 from dit.convert.diffusers_sampling import (
     PAGE,
     SCHEDULER_CONFIG,
@@ -147,7 +147,7 @@ def write_diffusers_folder(
     settings, notes = form.write_settings(trained.model, trained.latent_size)
     published = form.read_settings(settings).objective
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    notes += [*rules.export_notes(), *steps_notes(trained)]
+    notes += [*rules.export_notes(), *steps_notes(trained), *spacing_notes(form, trained)]
     texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
     scheduler = scheduler_config(trained.objective, num_steps_of(trained))
     if scheduler is not None:
