@@ -102,7 +102,7 @@ class SequenceLayout:
         device: device of the tensors that are computed from the layout.
         local_indices: global indices of the local tokens, in their local order, int64 `[T]`; None for all tokens.
         parent: under sequence parallelism, the layout of the tokens that the layers gather before attention; else None.
-        share: index of this shard of `parent`, and number of shards.
+        share: index of this shard of `parent`, or of this block of a `FixedPartition`, and number of shards or blocks.
         local: under context parallelism, the layout of the local tokens as a separate pack (samples may be empty).
         levels: noise levels inside the samples; None if each sample has one level.
         is_fixed: whether all packs of the run have these numbers of samples and tokens, and a CUDA graph may repeat the
@@ -294,9 +294,9 @@ class SequenceLayout:
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:
-        """All lengths that do not change, and whether this is the layout of local tokens."""
+        """All lengths that do not change, whether this is the layout of local tokens, and the index of a shard."""
         lengths = self.num_samples if self.is_fixed else (self.lengths, self.padded_lengths)
-        return lengths, self.total_tokens, self.local_indices is None
+        return lengths, self.total_tokens, self.local_indices is None, self.share
 
     @cached_property
     def token_index_T(self) -> Tensor:

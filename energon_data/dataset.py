@@ -418,17 +418,17 @@ class EnergonData(ReaderSettings):
         return self.share_validation(chain.from_iterable(passes), dp_rank, dp_size)
 
     def remarks(self, spec: BatchSpec) -> list[str]:
-        """Describe samples that settings will drop and settings without effect, one line each; reads a few samples."""
-        from energon_data.report.survey import expected_drops, unused_choice_of_captions
+        """Describe data and settings without effect, and samples that will be dropped, a line each; reads some."""
+        from energon_data.report.survey import expected_drops, unread_references, unused_choice_of_captions
 
-        infos, options = self.folders(TRAIN_SPLIT), self._options(spec)
+        infos, options, checks = self.folders(TRAIN_SPLIT), self._options(spec), (unread_references, expected_drops)
         lines = [
             f"{info.path} has {counted(len(info.unlisted), 'tar file')} in no split, such as {info.unlisted[0]}, which "
             "training does not read; prepare the folder again with these samples"
             for info in infos
             if info.unlisted
         ]
-        lines += [line for info in infos for line in expected_drops(info, spec, options)]
+        lines += [line for info in infos for check in checks for line in check(info, spec, options)]
         return lines if self.vary_captions else lines + unused_choice_of_captions(infos)
 
     def stored_conditions(self) -> Optional[set[str]]:

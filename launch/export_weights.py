@@ -13,7 +13,7 @@ from torch import Tensor
 from dit.checkpoint.full_weights import read_full_weights
 from dit.convert import original_dit
 from dit.convert.diffusers_format import LatentSize, TrainedModel, format_of_model
-from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, pipeline_of
+from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, pipeline_of, spacing_notes
 from dit.convert.diffusers_sampling import (
     PAGE,
     SCHEDULER_CONFIG,
@@ -69,6 +69,7 @@ def trained_model(config: RunConfig, metadata: dict[str, Any]) -> TrainedModel:
         attributions=metadata.get("attributions", []),
         fps=metadata.get("fps"),
         clean_parts=metadata.get("clean_parts") or [name for name, setting in clean.items() if setting],
+        reference_aspect=metadata.get("reference_aspect"),
     )
 
 
@@ -141,7 +142,7 @@ def write_diffusers_folder(trained: TrainedModel, weights: Callable[[], dict[str
     settings, notes = form.write_settings(trained.model, trained.latent_size)
     published = form.read_settings(settings).objective
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    notes += [*rules.export_notes(), *steps_notes(trained)]
+    notes += [*rules.export_notes(), *steps_notes(trained), *spacing_notes(form, trained)]
     texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
     scheduler = scheduler_config(trained.objective, num_steps_of(trained))
     if scheduler is not None:

@@ -51,7 +51,8 @@ rm -f "$run_dir/exit.json" # of an earlier attempt
 
 # Slurm sends USR1 180 s before the limit, to the tasks of srun alone; torchrun passes it on and waits for its ranks.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-170}
-[[ $(torchrun --help) == *--shutdown-timeout* ]] || # as in torch 2.11
+torch=$(python -c 'from importlib.util import find_spec; print(find_spec("torch").submodule_search_locations[0])')
+grep -q -e --shutdown-timeout "$torch/distributed/run.py" || # as in torch 2.11
   echo "warning: this torchrun ignores TORCH_ELASTIC_SHUTDOWN_TIMEOUT and kills ranks 30 s after a signal; if saving takes" \
     "longer, install a newer torch, or end the run before the limit by training.time_limit (launch/README.md)" >&2
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

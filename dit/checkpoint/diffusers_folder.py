@@ -26,7 +26,7 @@ from dit.checkpoint.manifest import hash_file
 from dit.checkpoint.state_files import Weights
 from dit.checkpoint.verify_together import reads_together
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
-from dit.convert.diffusers_pipeline import pipeline_class
+from dit.convert.diffusers_pipeline import pipeline_class, spacing_notes
 from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
 from dit.convert.rules import RuleBook
 from dit.convert.run_record import CONFIG_KEY, from_record
@@ -146,6 +146,8 @@ def read_network(source: Path) -> Network:
         notes = list(of_pipeline.notes)
         if CONFIG_KEY not in settings:
             trained = of_pipeline.trained
+            if of_pipeline.has_schedule and not notes:
+                notes += spacing_notes(form, trained)
         else:
             trained = replace(trained, autoencoder=of_pipeline.trained.autoencoder)
             if (line := of_pipeline.trained.text_encoder) is not None:

@@ -66,7 +66,7 @@ def write_imported(
         "latent_size": list(trained.latent_size),
         "text_encoder": trained.text_encoder,
     }
-    optional = ("fps", "autoencoder", "max_text_tokens", "attributions", "clean_parts")
+    optional = ("fps", "autoencoder", "max_text_tokens", "attributions", "clean_parts", "reference_aspect")
     metadata |= {name: value for name in optional if (value := getattr(trained, name))}
     folder = store.begin(0)
     with store.writing(0):

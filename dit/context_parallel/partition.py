@@ -20,7 +20,7 @@ are again a pack, with shorter samples (some may be empty).
 Shape suffixes: T tokens, S samples (or finer segments), R context-parallel ranks, B blocks of adjacent ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Optional, Protocol
 
@@ -173,7 +173,8 @@ def _partition(layout: SequenceLayout, size: int, split: ContextSplit) -> Contex
 
 # Copies, because the partition is cached, and a graph overwrites the tables of its packs.
 def _block(layout: SequenceLayout, size: int, split: ContextSplit, ranks_per_block: int, i: int) -> SequenceLayout:
-    return _partition(layout, size, split).blocks(ranks_per_block)[i].plain
+    block = _partition(layout, size, split).blocks(ranks_per_block)[i]
+    return replace(block.plain, share=(i, size // ranks_per_block))  # tells blocks apart in keys of tables
 
 
 def _order(

@@ -53,6 +53,7 @@ class TrainedModel:
         fps: frames per second of the training data; None if unknown.
         clean_parts: parts of training samples without noise, `reference` (`data.references`) and `first_frame`
             (`data.clean_first_frame`).
+        reference_aspect: `--aspect` by which references of the training data were cropped; None if unknown.
         notes: sentences about differences in our network.
     """
 
@@ -67,6 +68,7 @@ class TrainedModel:
     attributions: list[str] = field(default_factory=list)
     fps: Optional[float] = None
     clean_parts: list[str] = field(default_factory=list)
+    reference_aspect: Optional[str] = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -321,6 +321,17 @@ def pipeline_class(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> Op
     return variant if has_setting else PIPELINES.get(form.class_name)
 
 
+def spacing_notes(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> list[str]:
+    """Return a note on a pipeline whose scheduler spaces the steps of flow matching."""
+    pipeline = pipeline_class(form, trained.model)
+    if pipeline is None or pipeline.times != "none" or not isinstance(trained.objective, FlowMatching):
+        return []
+    return [
+        f"{pipeline.class_name} lets its scheduler space the steps, and launch.sample spaces them evenly; "
+        "launch.export --format pipeline writes a scheduler with the steps of launch.sample"
+    ]
+
+
 def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
     """Return the pipeline that draws the same samples from a model as our sampler."""
     pipeline = pipeline_class(form, trained.model)

@@ -185,6 +185,8 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         lines.append(f"only the first {channels} of the {out} predicted channels are the mean")
     if (label := model.condition("label")) and label.num_classes is not None:
         lines.append(f"classes are 0 to {label.num_classes - 1}; {label.num_classes} means no class, for guidance")
+    if trained.reference_aspect not in (None, "keep"):
+        lines.append(f"references were cropped as by `prepare --aspect {trained.reference_aspect}`")
     lines.append(
         f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width), {channels} channels"
     )

@@ -15,6 +15,7 @@ from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives import OBJECTIVES
 from dit.objectives.base import Objective
+from dit.ranges import ASPECTS
 from dit.safe_files import parse_json
 
 METADATA_KEY = "megatron_dit"
@@ -55,6 +56,10 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
         raise ConfigError(f"the record's class_names must be at most {num_classes} names, got {names!r:.200}")
     if trained.fps is not None and not trained.fps > 0:
         raise ConfigError(f"the record's fps={trained.fps!r} must be a positive number")
+    if trained.reference_aspect not in (None, *ASPECTS):
+        raise ConfigError(
+            f"the record's reference_aspect={trained.reference_aspect!r:.80} must be one of {', '.join(ASPECTS)}"
+        )
     return trained
 
 

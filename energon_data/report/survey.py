@@ -24,7 +24,7 @@ from energon_data.folder import SplitInfo, stored_names
 from energon_data.latent_scale import Moments
 from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
-from energon_data.samples import LATENT, META_PART, Clip, SampleError
+from energon_data.samples import LATENT, META_PART, REFERENCE, Clip, SampleError
 from energon_data.skip_log import Skip, SkipCounter
 from energon_data.tar_index import read_offsets, sample_of
 
@@ -234,6 +234,14 @@ def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions") 
         else:
             lines.append(f"{which} are dropped ({reason}), the first: {dropped[0].detail}")
     return lines
+
+
+def unread_references(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions") -> list[str]:
+    """Return a line if a folder has pictures to edit that neither settings nor conditions read."""
+    edited = info.description.get("most_references", info.description.get("edited"))
+    if not edited or options.references or any(REFERENCE in condition.stored_as for condition in spec.conditions):
+        return []
+    return [f"{info.path} holds pictures to edit, which data.references=False leaves out; set data.references=True"]
 
 
 def unused_choice_of_captions(infos: Sequence[SplitInfo]) -> list[str]:

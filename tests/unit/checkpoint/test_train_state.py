@@ -127,11 +127,12 @@ def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: Pr
     short, long = run.state.ema.powers
     assert all(map(torch.equal, resumed.state.ema.powers[0].values, long.values))
     assert not all(map(torch.equal, short.values, long.values))
-    resumed.attributions = ["by A"]
+    resumed.attributions, resumed.reference_aspect = ["by A"], "square"
     finish(resumed)
     assert average(["--checkpoint", str(tmp_path), "--sigma-rel", "0.05", "--out", str(tmp_path / "out")]) == 0
     averaged = load_generator(tmp_path / "out", groups=one_rank_world)
     assert (averaged.longest_text, averaged.attributions) == (resumed.config.data.longest_text, ["by A"])
+    assert averaged.reference_aspect == "square"
 
 
 def test_an_average_of_adapters_has_their_base(tmp_path: Path, one_rank_world: ProcessGroups) -> None:

@@ -1,6 +1,7 @@
 """Importing the schedule and the other parts of a pipeline."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from dit.models.wan.config import WanConfig
 from dit.models.z_image.config import ZImageConfig
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.build import parameter_shapes
+from launch.export_weights import write_diffusers_folder
+from tests.support.published import save_network
 
 PUBLISHED = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
 OBJECTIVES = [
@@ -208,6 +212,27 @@ def test_the_shift_of_another_solver_is_read(tmp_path):
     assert found.trained.objective == FlowMatching(time_shift=4.0)
     assert "not of DPMSolverMultistepScheduler" in found.notes[0]
     assert "without use_karras_sigmas=True" in found.notes[1]
+
+
+def test_a_pipeline_without_our_steps_is_named_at_import_and_export(tmp_path):
+    """PRX's pipeline lets its scheduler space the steps; that of SD3 passes our steps."""
+    for network, name in (("prx", "PRXPipeline"), ("sd3", "StableDiffusion3Pipeline")):
+        root = pipeline(tmp_path / network, _class_name=name)
+        save_network(network, root / "transformer")
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+        scheduler.save_pretrained(root / "scheduler")
+        trained = read_network(root).trained
+        shapes = parameter_shapes(trained.model)
+        weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        exported = write_diffusers_folder(trained, lambda: weights, tmp_path / f"{network} exported")  # noqa: B023
+        scheduler.set_timesteps(4)
+        ours = trained.objective.sampling_grid(4).float()
+        assert not torch.allclose(scheduler.sigmas, ours, atol=1e-3)  # the scheduler spaces them in both cases
+        for notes in (read_network(root).notes, exported):
+            spaced = [note for note in notes if "lets its scheduler space the steps" in note]
+            assert len(spaced) == (network == "prx")
+        shutil.copytree(tmp_path / f"{network} exported", root / "transformer", dirs_exist_ok=True)
+        assert not any("space the steps" in note for note in read_network(root).notes)  # the record has the steps
 
 
 @pytest.mark.parametrize(

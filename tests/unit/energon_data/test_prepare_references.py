@@ -16,6 +16,7 @@ from small_data import read_batches
 from torch import Tensor
 
 from dit.batch import pixel_values
+from dit.condition_table import CONTROL
 from dit.data_api import BatchSpec
 from dit.encoders.text import TextEncoders
 from dit.encoders.vae import VAE
@@ -254,6 +255,21 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.Ca
     edited, _ = write_pairs(tmp_path)
     assert prepare(edited, tmp_path / "out", "--reference", tmp_path / "missing") == EXIT_CONFIG
     assert "missing is not a folder; name the one with the pictures before the edit" in capsys.readouterr().err
+
+
+def test_pictures_to_edit_that_are_not_read_are_reported(tmp_path: Path) -> None:
+    """A model with control pictures reads them as these."""
+    edited, originals = write_pairs(tmp_path)
+    assert prepare(edited, tmp_path / "edits", "--reference", originals) == EXIT_OK
+    assert prepare(edited, tmp_path / "plain") == EXIT_OK
+    control = replace(SPEC, conditions=(replace(CONTROL, shape=(3,), stored_as=("control", "reference")),))
+
+    def remarks(name: str, spec: BatchSpec = SPEC, **settings: bool) -> list[str]:
+        return EnergonData(path=str(tmp_path / name), **settings).remarks(spec)
+
+    [remark] = remarks("edits")
+    assert "edits holds pictures to edit, which data.references=False leaves out" in remark
+    assert remarks("edits", references=True) == remarks("edits", control) == remarks("plain") == []
 
 
 @pytest.mark.parametrize(("words", "aspect"), [(["--size", "16", "--aspect", "square"], "square"), ([], "keep")])

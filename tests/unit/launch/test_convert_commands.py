@@ -224,6 +224,7 @@ def with_record(path: Path, text: str) -> Path:
         ({"class_names": ["a", "b", "c", "d"]}, "must be at most 3 names"),
         ({"class_names": [1, 2, 3]}, "cannot have class_names=[1, 2, 3]"),
         ({"fps": 0}, "fps=0"),
+        ({"reference_aspect": "wide"}, "reference_aspect='wide' must be one of"),
         ({"text_encoder": {}}, "cannot have text_encoder={}"),
     ],
     ids=lambda value: str(value)[:40],
@@ -242,13 +243,14 @@ def test_a_record_survives_json_for_each_format(form):
     config = RunConfig(model=model, data=NoData(), objective=EDM(sigma_data=0.7), sampling=sampling)
     metadata = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
     added = {"autoencoder": "vae", "max_text_tokens": 7, "attributions": ["by A"], "clean_parts": ["reference"]}
+    added["reference_aspect"] = "square"
     trained = export_weights.trained_model(config, metadata | added)
     assert trained.class_names == (["x", "y", "z"] if form.samples_by_class else None)
     again = from_record(json.loads(json.dumps(to_record(trained))), form.config_class)
     assert again == trained
     assert {name: getattr(again, name) for name in added} == added
     older = {name: value for name, value in to_record(trained).items() if name not in added}
-    none: dict[str, Any] = {"autoencoder": None, "max_text_tokens": None, "attributions": [], "clean_parts": []}
+    none: dict[str, Any] = {name: [] if isinstance(value, list) else None for name, value in added.items()}
     assert from_record(older, form.config_class) == replace(trained, **none)
     assert build(SamplingConfig, again.sampling, "sampling") == sampling
 
@@ -469,7 +471,7 @@ def test_an_import_reports_the_unconditional_branch_of_guidance(
     sizes = {"block_out_channels": [8], "transformer_layers": [1], "layers_per_block": 1, "num_attention_heads": 2}
     model = LDMUNetConfig(**sizes, norm_num_groups=4, context_size=6, null_text=null_text)
     weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(model).items()}
-    names: dict[str, Any] = {"autoencoder": "models/vae", "max_text_tokens": 3, "attributions": ["by A"]}
+    names: dict[str, Any] = {"autoencoder": "models/vae", "max_text_tokens": 3, "reference_aspect": "square"}
     trained = TrainedModel(model, DDPM(discrete_steps=1000), (1, 8, 8), {}, **names)
     export_weights.write_diffusers_folder(trained, lambda: weights, tmp_path / "unet")
     arguments = ["--from", str(tmp_path / "unet"), "--format", "diffusers", "--out", str(tmp_path / "run")]

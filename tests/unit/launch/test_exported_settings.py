@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dit.convert.diffusers_sampling import how_to_sample
 from dit.data_api import NoData
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.dit.config import DiTConfig
@@ -38,6 +39,15 @@ def test_the_clean_parts_of_a_run_are_those_of_its_data() -> None:
         config = RunConfig(model=WanConfig(), data=EnergonData(path="data", **settings), objective=FlowMatching())
         trained = export_weights.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
         assert trained.clean_parts == [name for name in (part,) if settings]
+
+
+def test_the_page_of_an_export_says_how_references_were_cropped() -> None:
+    """Pipelines of diffusers do not crop them."""
+    for aspect, words in (("square", "references were cropped as by `prepare --aspect square`"), ("keep", None)):
+        config = RunConfig(model=WanConfig(), data=EnergonData(path="data", references=True), objective=FlowMatching())
+        metadata = {"latent_size": [1, 8, 8], "class_names": None, "reference_aspect": aspect}
+        lines = how_to_sample(export_weights.trained_model(config, metadata))
+        assert [line for line in lines if "cropped" in line] == ([] if words is None else [words])
 
 
 @pytest.mark.parametrize(("stated", "shift"), [(None, 3.0), (0.25, 0.25)])
