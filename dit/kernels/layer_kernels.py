@@ -52,6 +52,7 @@ class LayerKernels:
     Attributes:
         adds_bias: whether `split_heads` computes the gradient of the projection's bias, and the other operations add
             the bias of the linear before them. If False, the linear adds its bias, which is cheaper there.
+        joins_layers: whether the first norm of a layer computes the last residual of the layer before it.
     """
 
     norm_modulate: Callable[[Tensor, NormModulation, SequenceLayout], tuple[Tensor, Tensor]]
@@ -65,6 +66,7 @@ class LayerKernels:
     geglu_tanh: Activation
     norm_groups: NormGroups
     adds_bias: bool
+    joins_layers: bool
 
 
 EAGER = LayerKernels(
@@ -77,6 +79,7 @@ EAGER = LayerKernels(
     modulation.geglu_tanh,
     group_norm.norm_groups,
     adds_bias=False,
+    joins_layers=False,
 )
 
 
@@ -94,4 +97,5 @@ def fused() -> LayerKernels:
         activations.geglu_tanh,
         group_norm.norm_groups,
         adds_bias=True,
+        joins_layers=True,
     )
