@@ -26,9 +26,8 @@ from dit.errors import EXIT_OK, one_line_errors
 from dit.kernels.attention import Attention, varlen_attention
 from dit.kernels.choice import Target
 from dit.kernels.compiled import compile_layers
-from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
+from dit.kernels.layer_kernels import EAGER, LayerKernels, PendingResidual, fused
 from dit.kernels.recompute import recompute_activations
-from dit.layers.adaln import PendingResidual
 from dit.layers.positions import RotaryPositions
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig

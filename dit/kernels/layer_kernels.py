@@ -5,7 +5,7 @@ A layer calls the set that `training.kernels` selects, so the layer needs no bra
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Optional, Protocol
+from typing import NamedTuple, Optional, Protocol
 
 from torch import Tensor
 
@@ -67,6 +67,22 @@ class LayerKernels:
     norm_groups: NormGroups
     adds_bias: bool
     joins_layers: bool
+
+
+class PendingResidual(NamedTuple):
+    """x + gate * (y + bias) after the last sub-layer of a layer, which the first norm of the next layer computes."""
+
+    x_TD: Tensor
+    y_TD: Tensor
+    gate_SD: Optional[Tensor]
+    bias_D: Optional[Tensor]
+    rows: SequenceLayout
+    kernels: LayerKernels
+
+    @classmethod
+    def added(cls, x_TD: "Tensor | PendingResidual") -> Tensor:
+        """Return the output of any layer as tokens."""
+        return x_TD if isinstance(x_TD, Tensor) else x_TD.kernels.residual(*x_TD[:5])
 
 
 EAGER = LayerKernels(

@@ -15,7 +15,7 @@ from dit.backends.init import ONES, ZEROS, Init, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import GradientCovers, replicate_on_all_stages
-from dit.kernels.layer_kernels import LayerKernels
+from dit.kernels.layer_kernels import LayerKernels, PendingResidual
 from dit.kernels.modulation import NormModulation
 from dit.layers.embeddings import timestep_features
 from dit.layers.pre_hooks import run_pre_hooks
@@ -58,22 +58,6 @@ class LayerNorm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return nn.functional.layer_norm(x_TD, x_TD.shape[-1:], self.weight, self.bias, self.eps)
-
-
-class PendingResidual(NamedTuple):
-    """x + gate * (y + bias) after the last sub-layer of a layer, which the first norm of the next layer computes."""
-
-    x_TD: Tensor
-    y_TD: Tensor
-    gate_SD: Optional[Tensor]
-    bias_D: Optional[Tensor]
-    rows: SequenceLayout
-    kernels: LayerKernels
-
-    @classmethod
-    def added(cls, x_TD: "Tensor | PendingResidual") -> Tensor:
-        """Return the output of any layer as tokens."""
-        return x_TD if isinstance(x_TD, Tensor) else x_TD.kernels.residual(*x_TD[:5])
 
 
 class SublayerModulation(NamedTuple):

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.modulation import NormModulation
-from dit.layers.adaln import PendingResidual, RMSNorm, SublayerModulation
+from dit.layers.adaln import RMSNorm, SublayerModulation
 from dit.layout import SequenceLayout
 
 

@@ -24,8 +24,8 @@ from dit.batch import PackedBatch
 from dit.condition_table import CLEAN_TEACHER_TOKEN, LABEL, TEACHER, TEACHER_TOKEN
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.rope import Rotation
-from dit.layers.adaln import PendingResidual
 from dit.layers.alignment import AlignmentHead, with_columns
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos

@@ -19,8 +19,8 @@ from dit.backends.pending_bias import PendingBias
 from dit.backends.process_groups import gather_objects
 from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.recompute import first_run
-from dit.layers.adaln import PendingResidual
 from dit.layout import SequenceLayout
 from dit.objectives.base import Objective
 from dit.patchify import split_outputs

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.rope import Rotation
-from dit.layers.adaln import Modulation, PendingResidual, RMSNorm
+from dit.layers.adaln import Modulation, RMSNorm
 from dit.layers.attention import SelfAttention
 from dit.layers.mlp import MLPS
 from dit.layers.moe import MoE

@@ -8,10 +8,9 @@ import torch
 from dit.backends.linears import RowLinear
 from dit.conditions import Conditions, per_sample, per_text_token
 from dit.kernels.choice import Implementation
-from dit.kernels.layer_kernels import EAGER
+from dit.kernels.layer_kernels import EAGER, PendingResidual
 from dit.kernels.recompute import first_run, recompute_activations
 from dit.kernels.resolve import LAYERS
-from dit.layers.adaln import PendingResidual
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
