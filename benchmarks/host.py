@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from statistics import median
 from typing import Any, Literal, Optional
 from unittest.mock import patch
@@ -50,7 +51,9 @@ CASES = (
     Case("DiT-cross ragged + padding", RAGGED, cross=True),
 )
 KERNELS = {"eager": EAGER, "fused": fused()}
-CALLS = 20
+LAYERS = 8
+"""Layers of a stack; times are divided by it."""
+CALLS = 3
 """Calls between two readings of the clock."""
 WARM_UP = 5
 """Readings before those that count."""
@@ -103,7 +106,7 @@ def attention(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, *_: SequenceLayout) -
 
 
 def microseconds(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
-    """Return CPU times in microseconds of a forward and backward pass of each call, read in turns after a warm-up."""
+    """Return CPU times in microseconds of a layer's forward and backward pass, read in turns after a warm-up."""
     x_TD = torch.randn(DENSE.total_tokens, SIZES[0], requires_grad=True)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(WARM_UP + repeats):
@@ -113,15 +116,16 @@ def microseconds(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]
                 out = call(x_TD)
                 out.backward(torch.ones_like(out))
             if number >= WARM_UP:
-                times[name].append(1e6 * (time.thread_time() - began) / CALLS)
+                times[name].append(1e6 * (time.thread_time() - began) / (CALLS * LAYERS))
     return times
 
 
 def plain(cross: bool) -> Call:
-    """Return the plain block."""
-    block, cond_SD = PlainBlock(SIZES, cross=cross), torch.zeros(DENSE.num_samples, SIZES[0], requires_grad=True)
+    """Return a stack of plain blocks."""
+    blocks = [PlainBlock(SIZES, cross=cross) for _ in range(LAYERS)]
+    cond_SD = torch.zeros(DENSE.num_samples, SIZES[0], requires_grad=True)
     texts = [torch.zeros(DENSE.num_samples, 77, SIZES[2], requires_grad=True)] if cross else []
-    return lambda x_TD: block(x_TD, cond_SD, *texts)
+    return lambda x_TD: reduce(lambda x_TD, block: block(x_TD, cond_SD, *texts), blocks, x_TD)
 
 
 def rows(groups: process_groups.ProcessGroups, repeats: int) -> Iterator[str]:
@@ -135,9 +139,8 @@ def rows(groups: process_groups.ProcessGroups, repeats: int) -> Iterator[str]:
         for case in CASES:
             calls: dict[str, Call] = {"plain PyTorch": plain(case.cross)}
             for name, kernels in KERNELS.items():
-                calls[name] = layer(
-                    case, kernels, "none", groups, sizes=SIZES, precision="fp32", attention=attention, std=0.02
-                )
+                options: dict[str, Any] = {"precision": "fp32", "attention": attention, "std": 0.02, "count": LAYERS}
+                calls[name] = layer(case, kernels, "none", groups, sizes=SIZES, **options)
             times = microseconds(calls, repeats)
             reference = min(times["plain PyTorch"])
             for name, values in times.items():

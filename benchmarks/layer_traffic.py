@@ -32,6 +32,13 @@ class Passes:
     products: int
     largest: tuple[tuple[str, float], ...]
 
+    def __sub__(self, other: "Passes") -> "Passes":
+        fewer = dict(other.largest)
+        largest = sorted(((name, n - fewer.get(name, 0.0)) for name, n in self.largest), key=lambda pair: -pair[1])
+        return Passes(
+            *(self.passes - other.passes, self.kernels - other.kernels, self.products - other.products), tuple(largest)
+        )
+
 
 @dataclass(frozen=True)
 class LayerTraffic:
@@ -44,6 +51,9 @@ class LayerTraffic:
     forward: Passes
     backward: Passes
     saved: float
+
+    def __sub__(self, other: "LayerTraffic") -> "LayerTraffic":
+        return LayerTraffic(self.forward - other.forward, self.backward - other.backward, self.saved - other.saved)
 
 
 class _Counter(TorchDispatchMode):

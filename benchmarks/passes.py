@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, Optional
 
 import torch
@@ -25,7 +26,7 @@ from dit.errors import EXIT_OK, one_line_errors
 from dit.kernels.attention import Attention, varlen_attention
 from dit.kernels.choice import Target
 from dit.kernels.compiled import compile_layers
-from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
+from dit.kernels.layer_kernels import EAGER, LayerKernels, PendingResidual, fused
 from dit.kernels.recompute import recompute_activations
 from dit.layers.positions import RotaryPositions
 from dit.layout import SequenceLayout
@@ -124,11 +125,13 @@ class PlainBlock(nn.Module):
 
 
 def trace(case: Case, kernels: LayerKernels, recompute: str = "none") -> LayerTraffic:
-    """Trace one of our layers, as the only rank of a world."""
+    """Trace one of our layers in a stack, as the only rank of a world: two layers minus one."""
     with fake_world(0, 1):
         groups = process_groups.initialize(ParallelConfig())
         try:
-            return layer_traffic(lambda: layer(case, kernels, recompute, groups), case.layout.total_tokens, HIDDEN)
+            stack = partial(layer, case, kernels, recompute, groups)
+            one, two = (layer_traffic(partial(stack, count=n), case.layout.total_tokens, HIDDEN) for n in (1, 2))
+            return two - one
         finally:
             process_groups.release()
 
@@ -145,13 +148,15 @@ def layer(
     std: Optional[float] = None,
     compiled: bool = False,
     text_tokens: int = 77,
+    count: int = 1,
 ) -> Callable[[Tensor], Tensor]:
-    """Build a layer as a function of the tokens.
+    """Build a stack of layers as a function of the tokens.
 
     Args:
         std: standard deviation of all parameters; None leaves them uninitialised, which is enough to trace them.
         compiled: compile the layer as `training.kernels=compile` does.
         text_tokens: tokens of each sample's text.
+        count: number of layers.
     """
     hidden, heads, context = sizes
     settings: dict[str, Any] = {"hidden_size": hidden, "num_layers": 1, "num_attention_heads": heads}
@@ -160,12 +165,13 @@ def layer(
     )
     provider = LayerProvider(megatron_config(config, ParallelConfig(), precision), groups.collection, kernels=kernels)
     kind: Any = DiTCrossLayer if case.cross else DiTLayer
-    built = kind(config, provider, attention)
-    recompute_activations(built, recompute)
+    stack = nn.ModuleList(kind(config, provider, attention) for _ in range(count))
+    for built in stack:
+        recompute_activations(built, recompute)
     if compiled:
-        compile_layers([built])
+        compile_layers(stack)
     if std is not None:
-        for parameter in built.parameters():
+        for parameter in stack.parameters():
             nn.init.normal_(parameter, std=std)
     device, dtype = case.layout.device, DTYPES[precision]
     texts = SequenceLayout.from_lengths([text_tokens] * case.layout.num_samples, device=device)
@@ -176,7 +182,13 @@ def layer(
         inputs = [cond_SD, context_KD, case.layout, texts]
     positions = torch.zeros(case.layout.total_tokens, 3, device=device)
     inputs.append(RotaryPositions(hidden // heads)(positions) if case.rope else None)
-    return lambda x_TD: built(x_TD, *inputs)
+
+    def call(x_TD: Any) -> Tensor:
+        for built in stack:
+            x_TD = built(x_TD, *inputs)
+        return PendingResidual.added(x_TD)
+
+    return call
 
 
 def plain() -> LayerTraffic:

@@ -5,7 +5,7 @@ A layer calls the set that `training.kernels` selects, so the layer needs no bra
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Optional, Protocol
+from typing import NamedTuple, Optional, Protocol
 
 from torch import Tensor
 
@@ -52,6 +52,7 @@ class LayerKernels:
     Attributes:
         adds_bias: whether `split_heads` computes the gradient of the projection's bias, and the other operations add
             the bias of the linear before them. If False, the linear adds its bias, which is cheaper there.
+        joins_layers: whether the first norm of a layer computes the last residual of the layer before it.
     """
 
     norm_modulate: Callable[[Tensor, NormModulation, SequenceLayout], tuple[Tensor, Tensor]]
@@ -65,6 +66,23 @@ class LayerKernels:
     geglu_tanh: Activation
     norm_groups: NormGroups
     adds_bias: bool
+    joins_layers: bool
+
+
+class PendingResidual(NamedTuple):
+    """x + gate * (y + bias) after the last sub-layer of a layer, which the first norm of the next layer computes."""
+
+    x_TD: Tensor
+    y_TD: Tensor
+    gate_SD: Optional[Tensor]
+    bias_D: Optional[Tensor]
+    rows: SequenceLayout
+    kernels: LayerKernels
+
+    @classmethod
+    def added(cls, x_TD: "Tensor | PendingResidual") -> Tensor:
+        """Return the output of any layer as tokens."""
+        return x_TD if isinstance(x_TD, Tensor) else x_TD.kernels.residual(*x_TD[:5])
 
 
 EAGER = LayerKernels(
@@ -77,6 +95,7 @@ EAGER = LayerKernels(
     modulation.geglu_tanh,
     group_norm.norm_groups,
     adds_bias=False,
+    joins_layers=False,
 )
 
 
@@ -94,4 +113,5 @@ def fused() -> LayerKernels:
         activations.geglu_tanh,
         group_norm.norm_groups,
         adds_bias=True,
+        joins_layers=True,
     )

@@ -15,7 +15,7 @@ from dit.backends.init import ONES, ZEROS, Init, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import GradientCovers, replicate_on_all_stages
-from dit.kernels.layer_kernels import LayerKernels
+from dit.kernels.layer_kernels import LayerKernels, PendingResidual
 from dit.kernels.modulation import NormModulation
 from dit.layers.embeddings import timestep_features
 from dit.layers.pre_hooks import run_pre_hooks
@@ -71,6 +71,8 @@ class SublayerModulation(NamedTuple):
             |------ 1 ------|       |---------- 2 -----------|       |-3--|
 
         1 norm_modulate    2 gated_residual_then_norm    3 gated_residual
+
+    `pending_residual` in place of 3 leaves the sum to 1 of the next layer, so that one call computes both.
     """
 
     shift_SD: Tensor
@@ -85,14 +87,26 @@ class SublayerModulation(NamedTuple):
         """Norm before the sub-layer, with shift and scale."""
         return NormModulation(self.shift_SD, self.scale_SD, self.eps, self.weight_D)
 
-    def norm_modulate(self, x_TD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    def norm_modulate(self, x_TD: Tensor | PendingResidual, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
         """Return x as the residual, and norm(x) * (1 + scale) + shift as the input of the sub-layer."""
+        if isinstance(x_TD, PendingResidual):
+            x_TD, y_TD, gate_SD, bias_D, rows, kernels = x_TD
+            return kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, self.norm, rows)
         return self.kernels.norm_modulate(x_TD, self.norm, layout.level_layout)
 
     def gated_residual(self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout) -> Tensor:
         """Return x + gate * y."""
         y_TD, bias_D = PendingBias.of(y_TD)
         return self.kernels.residual(x_TD, y_TD, self.gate_SD, bias_D, layout.level_layout)
+
+    def pending_residual(
+        self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
+    ) -> Tensor | PendingResidual:
+        """Return x + gate * y at the end of a layer, pending if the kernels can add it in the next layer."""
+        if not self.kernels.joins_layers:
+            return self.gated_residual(x_TD, y_TD, layout)
+        y_TD, bias_D = PendingBias.of(y_TD)
+        return PendingResidual(x_TD, y_TD, self.gate_SD, bias_D, layout.level_layout, self.kernels)
 
     def gated_residual_then_norm(
         self, following: "SublayerModulation", x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout

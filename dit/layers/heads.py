@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.modulation import NormModulation
 from dit.layers.adaln import RMSNorm, SublayerModulation
 from dit.layout import SequenceLayout
@@ -46,7 +47,12 @@ class FinalLayer(nn.Module):
             self.modulation = provider.replicated_linear(condition_size or hidden_size, rows, bias=bias, init=ZEROS)
         self.linear = provider.replicated_linear(hidden_size, out_features, bias=bias, init=ZEROS)
 
-    def forward(self, x_TD: Tensor, condition: Tensor | Sequence[SublayerModulation], layout: SequenceLayout) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor | PendingResidual,
+        condition: Tensor | Sequence[SublayerModulation],
+        layout: SequenceLayout,
+    ) -> Tensor:
         """Return the prediction of the local tokens.
 
         Args:

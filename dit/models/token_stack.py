@@ -24,6 +24,7 @@ from dit.batch import PackedBatch
 from dit.condition_table import CLEAN_TEACHER_TOKEN, LABEL, TEACHER, TEACHER_TOKEN
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.rope import Rotation
 from dit.layers.alignment import AlignmentHead, with_columns
 from dit.layers.conditioner import Conditioner
@@ -142,10 +143,11 @@ class TokenStack(Backbone, Generic[Config]):
             for i in layers:
                 first = () if values_TGH is None else ((values_TGH, weights[int(i) - 1]),)
                 out = self.layers[i](x_TD, *inputs, *first)
-                x_TD, values_TGH = out if isinstance(out, tuple) else (out, values_TGH)
+                x_TD, values_TGH = out if type(out) is tuple else (out, values_TGH)
                 if i == aligned:
+                    x_TD = PendingResidual.added(x_TD)
                     columns_T1.append(self.alignment(x_TD, self._features(batch, joint)))
-            return x_TD, values_TGH
+            return PendingResidual.added(x_TD), values_TGH
 
         before, middle, after = self._parts()
         x_TD, values_TGH = run(before, x_TD, inputs)

@@ -1,7 +1,7 @@
 """Build a trainable model on this rank from its configuration: modules, initial weights, wrappers, optimizer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -195,6 +195,9 @@ def build_model(
     config.has_cond_embedder = parallel.data_parallel != "fsdp"
     target = target_of(model, training.precision, traced.device if traced else None)
     kernels = choose(LAYERS, target, training.kernels).load()
+    if training.recompute == "full" or parallel.data_parallel == "fsdp":
+        # The inputs of a layer are saved, and its parameters are freed after its forward pass.
+        kernels = replace(kernels, joins_layers=False)
     provider = LayerProvider(config, groups.collection, training.linears, kernels, training.fp8)
     path = attention_path(parallel, groups, target, training.attention)
     compiles = training.kernels == "compile"

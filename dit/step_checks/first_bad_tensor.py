@@ -19,6 +19,7 @@ from dit.backends.pending_bias import PendingBias
 from dit.backends.process_groups import gather_objects
 from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.recompute import first_run
 from dit.layout import SequenceLayout
 from dit.objectives.base import Objective
@@ -228,11 +229,13 @@ class Probe:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors among values, without a pending bias, which is a parameter."""
+    """Yield the floating-point tensors among values, without a pending bias, which is a parameter, and its gate."""
     values = values.y if isinstance(values, PendingBias) else values
-    for value in values if isinstance(values, (tuple, list)) else (values,):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            yield value
+    if isinstance(values, PendingResidual) or not isinstance(values, (tuple, list)):
+        values = (values,)
+    for value in values:
+        parts = (value.x_TD, value.y_TD) if isinstance(value, PendingResidual) else (value,)
+        yield from (x for x in parts if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _readers(tensor: Tensor) -> list[str]:

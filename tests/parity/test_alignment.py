@@ -26,7 +26,7 @@ from tests.conftest import BuildModel
 from tests.parity import weights
 from tests.parity.test_dit import config, rows_of
 from tests.support.batches import Sample, pack
-from tests.support.reference import relative_error
+from tests.support.reference import join_layers, relative_error
 
 RTOL = 1e-5  # float32 against float64, as without alignment
 SEED, STEP = 3, 11
@@ -113,6 +113,15 @@ def test_loss_and_gradients_equal_a_loop_over_samples(build_model: BuildModel, m
     assert actual["total"].item() == pytest.approx((error + alignment).item(), rel=RTOL)
     assert int(actual["count"]) == batch.layout.valid_tokens
     assert_gradients(actual["gradients"], backbone, reference, MODEL)
+
+
+def test_joined_layers_have_the_same_alignment(build_model: BuildModel) -> None:
+    """The tokens after the aligned layer include its last residual."""
+    networks = network(build_model), join_layers(network(build_model))
+    apart, joined = (step_of(each, OBJECTIVE, aligned_pack()) for each in networks)
+    assert torch.equal(apart["sums"], joined["sums"])
+    for name, gradient in apart["gradients"].items():
+        assert relative_error(joined["gradients"][name], gradient) <= RTOL, name
 
 
 def test_the_term_ends_at_its_step(build_model: BuildModel) -> None:

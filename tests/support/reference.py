@@ -1,14 +1,16 @@
 """Comparison of results with references, and measurement of memory."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from dit.layers.adaln import Modulation
 from dit.optimizer.part_norms import part_of
 from dit.verify.compare import SUM_RTOL, compare_training
 
@@ -39,6 +41,14 @@ def part_norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     for name, gradient in gradients.items():
         squares[part_of(name)] = squares.get(part_of(name), 0.0) + float(gradient.double().square().sum())
     return {f"grad_norm/{part}": square**0.5 for part, square in squares.items()}
+
+
+def join_layers(network: nn.Module) -> nn.Module:
+    """Let the first norm of a layer compute the last residual of the layer before it, as fused kernels do."""
+    for module in network.modules():
+        if isinstance(module, Modulation):
+            module.kernels = replace(module.kernels, joins_layers=True)
+    return network
 
 
 class LiveBytes(TorchDispatchMode):

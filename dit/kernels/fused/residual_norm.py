@@ -1,4 +1,4 @@
-"""Fused residual, norm and modulation between two sub-layers; see `dit.kernels.modulation`.
+"""Fused residual, norm and modulation between two sub-layers, also of different layers; see `dit.kernels.modulation`.
 
                   y --+ bias, x gate
                       v

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation, RMSNorm
 from dit.layers.attention import SelfAttention
@@ -50,13 +51,13 @@ class DiTLayer(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor,
+        x_TD: Tensor | PendingResidual,
         cond_SD: Tensor,
         layout: SequenceLayout,
         rotation: Optional[Rotation] = None,
         first: Optional[tuple[Tensor, Tensor]] = None,
         rows: Optional[SequenceLayout] = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | PendingResidual | tuple[Tensor | PendingResidual, Tensor]:
         """Apply the block.
 
         Args:
@@ -72,5 +73,5 @@ class DiTLayer(nn.Module):
         if self.returns_values:
             y_TD, values_TGH = y_TD
         x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, rows)
-        x_TD = mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), rows)
-        return (x_TD, values_TGH) if self.returns_values else x_TD
+        out = mlp_mod.pending_residual(x_TD, self.mlp(y_TD, layout), rows)
+        return (out, values_TGH) if self.returns_values else out

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
+from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation
 from dit.layers.attention import CrossAttention, SelfAttention
@@ -36,20 +37,20 @@ class DiTCrossLayer(nn.Module):
 
     def forward(
         self,
-        x_TD: Tensor,
+        x_TD: Tensor | PendingResidual,
         cond_SD: Tensor,
         context_KD: Tensor,
         layout: SequenceLayout,
         context_layout: SequenceLayout,
         rotation: Optional[Rotation] = None,
-    ) -> Tensor:
+    ) -> Tensor | PendingResidual:
         attention_mod, cross_mod, mlp_mod = self.modulation(cond_SD)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
         y_TD = self.attention(y_TD, layout, rotation)
         x_TD, y_TD = attention_mod.gated_residual_then_norm(cross_mod, x_TD, y_TD, layout)
         y_TD = self.cross_attention(y_TD, context_KD, layout, context_layout)
         x_TD, y_TD = cross_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)
-        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)
+        return mlp_mod.pending_residual(x_TD, self.mlp(y_TD), layout)
 
 
 class DiTCross(CrossStack[DiTCrossConfig]):

@@ -8,11 +8,11 @@ from benchmarks.passes import CASES, OUTSIDE, main
 from tests.integration import actions
 from tests.support.ranks import Job, run_jobs
 
-# Forward and backward passes of two sub-layers, and of three; rounded, because the statistics of the norms and the
-# texts (77 tokens per sample) add some hundredths. One backward pass is sums of 32 rows for the gradients of
-# modulations and biases (float32, written and read once; an H100's cache holds them).
-BARS = {False: (17, 32), True: (27, 43)}
-KERNELS, SAVED = 30, 16
+# Forward and backward passes of two sub-layers, and of three. The statistics of the norms and the texts (77 tokens per
+# sample) add some tenths. One backward pass is sums of 32 rows for the gradients of modulations and biases (float32,
+# written and read once; an H100's cache holds them).
+BARS = {False: (16.1, 31.4), True: (26.2, 42.6)}
+KERNELS, SAVED = 29, 16
 SELECTIVE = "fused, selective recompute"
 
 
@@ -32,7 +32,7 @@ def passes(row, direction):
 def test_fused_layers_meet_the_bars(table, case):
     row = table[f"{case.name}, fused"]
     for direction, bar in zip(("forward", "backward"), BARS[case.cross]):
-        assert round(passes(row, direction)) <= bar, row[direction]["largest"]
+        assert passes(row, direction) <= bar, row[direction]["largest"]
     assert row["forward"]["kernels"] + row["backward"]["kernels"] <= KERNELS
     assert round(table[f"{case.name}, {SELECTIVE}"]["saved"]) <= SAVED
 

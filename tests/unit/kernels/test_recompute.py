@@ -5,16 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dit.backends.linears import RowLinear
 from dit.conditions import Conditions, per_sample, per_text_token
+from dit.kernels.choice import Implementation
+from dit.kernels.layer_kernels import EAGER, PendingResidual
 from dit.kernels.recompute import first_run, recompute_activations
+from dit.kernels.resolve import LAYERS
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.routing_config import RoutingConfig
 from dit.models.wan.config import WanConfig
+from dit.parallel.build import build_model as build_chunks
+from dit.parallel.dims import ParallelConfig
+from dit.settings import TrainingConfig
 from tests.support.batches import pack_of
-from tests.support.reference import LiveBytes
+from tests.support.reference import LiveBytes, join_layers
 
 DIT = DiTConfig(hidden_size=32, num_layers=3, num_attention_heads=4, num_classes=5)
 EXPERTS = DiTConfig(
@@ -28,6 +36,16 @@ MODELS = [
     *(DIT, EXPERTS, DiTCrossConfig(**TEXT), MovieGenConfig(**TEXT, num_query_groups=2)),
     *(FLUX, WanConfig(**TEXT, ffn_hidden_size=48), VALUES),
 ]
+JOINED = {
+    "DiT": DIT,
+    "experts": EXPERTS,
+    "value residual": VALUES,
+    "cross-attention": DiTCrossConfig(**TEXT),
+    "class tokens": replace(DIT, class_tokens=[2, 1]),
+    "routing": replace(DIT, routing=RoutingConfig(first_layers=1, last_layers=1)),
+    "wide head": replace(DIT, wide_head=[2, 48, 4]),
+}
+"""Models whose layers can be joined."""
 GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2))
 
 
@@ -67,6 +85,53 @@ def test_recompute_changes_no_number_and_saves_fewer_activations(build_model, co
         # Three gradients may be summed in another order.
         assert (others[name] - expected).norm() <= 1e-6 * expected.norm(), name
     assert less < saved
+
+
+@pytest.mark.parametrize("choice", ["none", "selective"])
+@pytest.mark.parametrize("config", JOINED, ids=str)
+def test_joined_layers_change_no_number_and_save_no_more(build_model, config, choice):
+    kinds = []
+
+    def build(join):
+        def build_network(*args, **kwargs):
+            network = build_model(*args, **kwargs)
+            for module in network.modules():
+                if isinstance(module, RowLinear):
+                    module.skip_bias_add = True  # as with fused kernels
+            for layer in network.units():
+                layer.register_forward_hook(
+                    lambda _, args, out: kinds.append(type(out[0] if type(out) is tuple else out))
+                )
+            return join_layers(network) if join else network
+
+        return build_network
+
+    loss, gradients, saved = forward_and_backward(build(False), JOINED[config], choice)
+    assert set(kinds) == {torch.Tensor}
+    kinds.clear()
+    again, others, as_much = forward_and_backward(build(True), JOINED[config], choice)
+    assert set(kinds) == {PendingResidual}
+    assert again == loss
+    for name, expected in gradients.items():
+        assert torch.equal(others[name], expected), name
+    assert as_much <= saved
+
+
+@pytest.mark.parametrize(
+    ("recompute", "data_parallel", "joins"),
+    [("none", "ddp", True), ("selective", "ddp", True), ("full", "ddp", False), ("none", "fsdp", False)],
+)
+def test_layers_join_unless_their_inputs_are_saved_or_their_parameters_freed(
+    one_rank_world, monkeypatch, recompute, data_parallel, joins
+):
+    fused = Implementation("eager", lambda: replace(EAGER, joins_layers=True))
+    monkeypatch.setattr("dit.parallel.build.LAYERS", replace(LAYERS, implementations=(fused,)))
+    training, parallel = (
+        TrainingConfig(precision="fp32", recompute=recompute),
+        ParallelConfig(data_parallel=data_parallel),
+    )
+    (network,) = build_chunks(DIT, parallel, training, one_rank_world)
+    assert [layer.modulation.kernels.joins_layers for layer in network.units()] == [joins] * DIT.num_layers
 
 
 def test_selective_recompute_saves_neither_modulated_norms_nor_activations(build_model):

@@ -15,6 +15,7 @@ from dit.settings import TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.step_checks.first_bad_tensor import MicroBatch, Probe
 from tests.laws.backbones import config_of, pack
+from tests.support.reference import join_layers
 
 
 @pytest.mark.parametrize("layer", ["layers.0.attention.linear_proj", "layers.0.mlp.linear_fc2"])
@@ -36,3 +37,19 @@ def test_a_bias_that_the_residual_adds_belongs_to_the_output_of_its_linear(
         training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
     assert probe.first is not None
     assert (probe.first.phase, probe.first.layer) == ("forward", layer)
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_the_tokens_between_two_layers_are_checked(one_rank_world: ProcessGroups, join: bool) -> None:
+    """A joined layer returns its last residual as two summands."""
+    model, settings = replace(config_of("dit"), num_layers=2), TrainingConfig(precision="fp32")
+    (network,) = build_model(model, ParallelConfig(data_parallel="ddp"), settings, one_rank_world)
+    if join:
+        join_layers(network)
+    state: Any = SimpleNamespace(chunks=[network], groups=one_rank_world)
+    probe, batch = Probe(state, EDM(), (1, 1)), pack(model, [0])
+    probe._forward[0] = MicroBatch(0, batch)
+    list(probe._hooks(0, network))
+    prediction_TC, loss_of = training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
+    loss_of(prediction_TC)[0].backward()
+    assert {"forward layers.0", "backward layers.1"} <= set(probe.layers)
