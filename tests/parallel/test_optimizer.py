@@ -26,7 +26,7 @@ OFFLOAD_ROW = ("offloaded",)
 HALF_QUICK = {"bf16": ("distributed2",), "fp16": ("fsdp2_optim",)}
 OFFLOAD_QUICK = ("distributed1",)
 RESUMED = ("distributed2", "fsdp2")
-NUM_STEPS, SAVED_AT = 4, 2
+NUM_STEPS, SAVED_AT = 5, 3
 
 
 class ShortCycle(TorchOneCycle):
