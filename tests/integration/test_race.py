@@ -45,7 +45,7 @@ def judged(track: str, run: Path) -> tuple[int, int]:
     return race.TRACKS[track].count(json.loads(done.out.splitlines()[-1]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_true_record_replays_bitwise_equal_and_a_false_one_does_not(tmp_path, words, capsys, monkeypatch):
     """The replay runs the commands of the race; the runs of the record are forks with the same numbers."""
     first, again = tmp_path / "first", tmp_path / "again"

@@ -29,7 +29,7 @@ class Row:
 
     Attributes:
         recipe: argument of `--factory`.
-        quick: layouts without the mark `slow`.
+        quick: layouts without the mark `slow`; `tests/parallel/test_layouts.py` has quick layouts of DiT.
         other: another value for each field, in addition to `OTHER`.
         requires: settings without which a field has no effect, in addition to `REQUIRES`; set on both sides.
         also: settings that must change together with a field.
@@ -170,7 +170,7 @@ def joint(features: list[int], default: list[int]) -> dict[str, Any]:
 
 JOINT = joint([4, 8, 4], [16, 56, 56])
 BACKBONES = {
-    "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={**SINCOS, "rope_axes": [2, 4, 2]}),
+    "dit": Row(recipe="tiny_dit", other={**SINCOS, "rope_axes": [2, 4, 2]}),
     "jit": Row(
         recipe="jit_b16_imagenet",
         quick=("cp2", "pp2"),
@@ -198,7 +198,7 @@ BACKBONES = {
     ),
     "sr_dit": Row(
         recipe="sr_dit_b1_imagenet",
-        quick=("tp2_sp", "cp2"),
+        quick=("cp2",),
         refused=("class_tokens", "num_experts", "wide_head", *MOE),
         other=STRETCHED,
         requires={name: {} for name in MOE},
@@ -213,7 +213,7 @@ BACKBONES = {
         requires={name: {**needs, "wide_head": None} for name, needs in REQUIRES.items() if "moe" in name},
         also=axes([4, 8, 4], None),
     ),
-    "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other=SINCOS),
+    "dit_cross": Row(recipe="pretrain_7b", other=SINCOS),
     "tread": Row(recipe="tests.laws.options.tread_cross", quick=("cp2",), other=SINCOS),
     "sprint": Row(
         recipe="tests.laws.options.sprint_dit",

@@ -10,9 +10,9 @@ from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.verify.ranks import run_world
-from launch.verify import Pair, check_case, tiny_pair
+from launch.verify import Pair, check_case
 from tests.laws.backbones import run_of
-from tests.support.ranks import compared, rows, selected
+from tests.support.ranks import compared, one_step, rows, selected
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -55,7 +55,7 @@ SLOW |= {("sr_dit", layout) for layout in ("tp2_sp_cp2", "cp2_a2a", "tp2_fsdp2")
 def pair_of(name: str, layout: str) -> Pair:
     ranks, parallel = LAYOUTS[layout]
     config = replace(run_of(name), objective=OBJECTIVES[name], parallel=ParallelConfig(**parallel))
-    return tiny_pair(config, ranks)
+    return one_step(config, ranks)
 
 
 @pytest.fixture(scope="module")

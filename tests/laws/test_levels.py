@@ -29,7 +29,7 @@ from launch.verify import MockPacks, Pair, tiny_pair
 from tests.conftest import BuildModel
 from tests.laws.backbones import BACKBONES, NAMES, config_of, run_of
 from tests.support.levels import LeveledPacks, LeveledStream, leveled
-from tests.support.ranks import compared, rows, selected
+from tests.support.ranks import compared, one_step, rows, selected
 
 LEVELED = [name for name in NAMES if config_of(name).supports.levels]
 EDITED = [name for name in LEVELED if config_of(name).takes_references and isinstance(config_of(name), StreamsConfig)]
@@ -135,7 +135,7 @@ def pair_of(name: str, layout: str, kind: str) -> Pair:
     ranks, parallel = LAYOUTS[layout]
     run = run_of(name)
     model = replace(run.model, **CLEAN_TIME.get(name, {}))
-    pair = tiny_pair(replace(run, model=model, parallel=ParallelConfig(**parallel)), ranks)
+    pair = one_step(replace(run, model=model, parallel=ParallelConfig(**parallel)), ranks)
     trained, change = KINDS[kind]
     stream = LeveledStream(replace(pair.one.stream, references=False), change)
     return replace(

@@ -44,7 +44,7 @@ def packs(fp8: Fp8, dp_rank: int, dp_size: int, token_multiple: int) -> Iterator
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
-    """Train two steps."""
+    """Train one step."""
     depth = {} if case.get("model", {}).get("backbone") == "flux" else {"num_layers": 2}
     model = tiny_model(**{"hidden_size": 2 * max(32, BLOCKS[case["fp8"]]), **depth, **case.get("model", {})})
     training = replace(
@@ -55,7 +55,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     )
     alter, stream = case.get("break"), partial(packs, case["fp8"])
     parallel = ParallelConfig(**case["parallel"])
-    return trial.train(Trial(model=model, parallel=parallel, stream=stream, training=training, alter=alter))
+    return trial.train(Trial(model=model, parallel=parallel, stream=stream, training=training, alter=alter, steps=1))
 
 
 def forget_other_ranks(chunks: list[Backbone]) -> None:

@@ -25,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 RECIPES = ("pictogram_autoencoder", "pictogram_vq_autoencoder")
 ROW = ("recipe", "layout")
-QUICK = {("pictogram_autoencoder", "dp2"), ("pictogram_autoencoder", "fsdp2"), ("pictogram_vq_autoencoder", "fsdp2")}
+QUICK = {("pictogram_autoencoder", "dp2"), ("pictogram_vq_autoencoder", "fsdp2")}
 
 
 def pair_of(recipe: str, layout: dict[str, Any], *, start_step: int = 0) -> Pair:

@@ -23,10 +23,9 @@ LAYOUTS = {
         "ep2_ddp4": {**EP2, **DDP},
         "tp2_pp2": {**PP2, **TP2SP},
         "tp2_fsdp2": {**FSDP, **TP2SP},
-        "pp2_distributed2": PP2,
     },
     1: {},
-    2: {"ddp2": DDP, "fsdp2": FSDP, "distributed2": {}, "ep2": EP2},
+    2: {"ddp2": DDP, "fsdp2": FSDP, "distributed2": {}},
 }
 MOVED_EXPERTS = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
 MOVED = {

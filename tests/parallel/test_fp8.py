@@ -11,9 +11,9 @@ from dit.parallel.dims import ParallelConfig
 from dit.verify.compare import FLOOR, FP8_BOUNDS, FP32_FLOOR, HALF_BOUNDS, compare_training, relative_errors
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Pair, compare, pairs_of, tiny_pair
+from launch.verify import Pair, compare, pairs_of
 from tests.parallel.fp8_worker import forget_other_ranks
-from tests.support.ranks import others_selected, rows, selected
+from tests.support.ranks import one_step, others_selected, rows, selected
 
 WORKER = "tests.parallel.fp8_worker"
 TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
@@ -34,7 +34,7 @@ FLUX = {
 CASES = [(world, name, kind) for world, named in LAYOUTS.items() for name in named for kind in BLOCKS]
 CASES.remove((2, "cp2_load_balanced", "blockwise"))
 ROW = ("world", "name", "kind")
-QUICK = {(2, "tp2_sp", "tensorwise"), (2, "cp2", "mxfp8"), (2, "tp2_sp", "blockwise")}
+QUICK = {(2, "tp2_sp", "tensorwise"), (2, "cp2", "mxfp8")}
 OTHERS = {
     # The products for keys and values of a text are not quantised.
     "text, cp2": {"parallel": CP2, "kind": "mxfp8", "model": CROSS},
@@ -60,7 +60,7 @@ def verified(recipe: str, parallel: dict) -> Pair:
     """Return the pair that `launch.verify` compares for a recipe with quantised products."""
     config = built(call_recipe(recipe))
     config = replace(config, parallel=ParallelConfig(**parallel), training=replace(config.training, fp8="tensorwise"))
-    return tiny_pair(config, 2, config.training.fp8)
+    return one_step(config, 2, config.training.fp8)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,6 @@ def test_scales_of_single_ranks_are_far_outside_the_bounds(results, name):
     """Without the maximum over ranks, gradients differ by more than five times their bound."""
     broken = compare_training(results["one", "tensorwise"], results["broken", name], FP8_BOUNDS)
     assert broken.largest("gradients") > 5 * FP8_BOUNDS["gradients"]
-    assert broken.largest("losses") > 2 * FP8_BOUNDS["losses"]
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -21,7 +21,7 @@ EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1
 INITIAL, WINDOW = 4.0, 2
 TRAINING = {**{"global_batch_size": 4, "ema_decay": 0.5, "initial_loss_scale": INITIAL, "loss_scale_window": WINDOW}}
 SUBNORMAL = 2.0**-24
-FIRST = 4
+FIRST = 2
 SETTINGS = ("initial_loss_scale", "loss_scale_window")
 LARGE = {
     "data": {"shapes": ["1x32x64", "1x32x32"], "max_tokens_per_pack": 1280},
@@ -56,7 +56,7 @@ def results(request, tmp_path_factory):
             "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32}),
         }
         worlds[2] |= {
-            **{(name, "large"): case(KINDS[name], FIRST, **LARGE) for name in ("distributed", "tp2_sp")},
+            ("tp2_sp", "large"): case(KINDS["tp2_sp"], FIRST, **LARGE),
             "experts": case({**DISTRIBUTED, "expert_model_parallel_size": 2}, STEPS, model=EXPERTS, fault=ON_RANK_1),
             "one optimizer": case(DISTRIBUTED, task="overflow_on_rank_1"),
             "long": case(DISTRIBUTED, fault=ON_RANK_1),
@@ -82,7 +82,7 @@ def test_all_ranks_follow_an_overflow_that_only_one_of_them_recorded(results):
     assert results["one optimizer"] == {"overflowed": True, "is_good": False, "ratio": 0.5}
 
 
-@pytest.mark.parametrize("layout", ["one rank", "distributed", "tp2_sp"])
+@pytest.mark.parametrize("layout", ["one rank", "tp2_sp"])
 def test_packs_of_a_thousand_tokens_lose_at_most_one_of_the_first_updates(results, layout):
     """The default scale fits the mean loss, not a sum over tokens, and is the same on every layout."""
     run, one = results[layout, "large"], results["one rank", "large"]

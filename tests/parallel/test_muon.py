@@ -43,7 +43,7 @@ FOUR = {
 ALL = {"one": {}, **LAYOUTS, **FOUR}
 RESUMED = {"tp": "fsdp_optim", "fsdp": "pp", "distributed": "tp", "one": "hybrid", "hybrid": "distributed"}
 """Layout that resumes a run, by the layout that saved it."""
-STEPS, SAVED_AT = 4, 2
+STEPS, SAVED_AT = 3, 1
 ROW, MODEL_ROW, HALF_ROW, RESUMED_ROW = ("layout",), ("model", "layout_of_model"), ("kind", "name"), ("first",)
 QUICK, QUICK_MODELS, QUICK_RESUMED = ("tp", "fsdp"), ("lora",), ("tp",)
 QUICK_HALF = {("bf16", "fsdp")}

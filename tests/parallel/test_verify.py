@@ -28,8 +28,9 @@ from dit.verify.tiny import tiny_model
 from dit.verify.trial import EMA_DECAY, train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Outcome, Pair, adapted_layers, check_case, compare, main, tiny_pair, world_size_of
+from launch.verify import Outcome, Pair, adapted_layers, check_case, compare, main, world_size_of
 from recipes import registry
+from tests.support.ranks import one_step
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 RECIPE = "pretrain_7b"
@@ -43,7 +44,7 @@ def config_of(recipe: str) -> RunConfig:
 
 def pair_of(recipe: str, ranks: int = 2, **parallel):
     """Return the tiny form of a recipe under a layout of some ranks, instead of the layout of the recipe."""
-    return tiny_pair(replace(config_of(recipe), parallel=ParallelConfig(**parallel)), ranks)
+    return one_step(replace(config_of(recipe), parallel=ParallelConfig(**parallel)), ranks)
 
 
 def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
@@ -59,13 +60,13 @@ def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
 
 def adapters_pair() -> Pair:
     """Return the tiny form of a recipe with adapters on all modulations and on two of its last layers."""
-    return tiny_pair(with_adapters("finetune_lora", ["layers.1[01].*.linear_*", "*modulation.*"]), 2)
+    return one_step(with_adapters("finetune_lora", ["layers.1[01].*.linear_*", "*modulation.*"]), 2)
 
 
 def mean_flow_pair() -> Pair:
     """Return the tiny form of a recipe with guided targets, which are differences of predictions."""
     config = config_of("tiny_dit")
-    return tiny_pair(
+    return one_step(
         replace(
             config,
             parallel=ParallelConfig(**TP2SP),

@@ -21,12 +21,14 @@ from dit.optimizer.update import Update
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.loss_scale import LossScale
 from dit.verify.ranks import run_world
-from dit.verify.trial import EMA_DECAY, HALF_OPTIMIZER, LARGE_LOSS_SCALE, train
+from dit.verify.trial import EMA_DECAY, HALF_OPTIMIZER, train
 from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, compare, in_half, not_verified, tiny_pair
 
 RUN = "dit.verify.trial:run_case"
+TOO_LARGE = 2.0**22
+"""First loss scale of fp16; the command starts with a larger one, with which more attempts overflow."""
 
 
 def forgetful_offload(case: dict) -> dict:
@@ -103,7 +105,7 @@ def overflowing_experts(case: dict) -> list[dict]:
     """Train experts in fp16 with a loss scale whose first attempts overflow, then with the first one that fits."""
     experts = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
     small = {"parallel": {"data_parallel": "ddp"}, "packed": True, "model": experts, "precision": "fp16"}
-    trial, found, scale = replace(trial_of(small), optimizer=HALF_OPTIMIZER), [], LARGE_LOSS_SCALE
+    trial, found, scale = replace(trial_of(small), optimizer=HALF_OPTIMIZER), [], TOO_LARGE
     for _ in range(2):
         found.append(train(replace(trial, training=replace(trial.training, initial_loss_scale=scale))))
         scale = found[0]["loss_scales"][0]
@@ -135,7 +137,10 @@ def pair_with(precision: str, other: Optional[str]) -> Pair:
         training = replace(training, ema_sigma_rel=[0.1], recompute="full", recompute_layers=1)
         optimizer = replace(optimizer, algorithm="muon", muon_momentum=0.5)
     pair = tiny_pair(replace(config, training=training, optimizer=optimizer), 2)
-    return pair if precision == "fp32" else in_half(pair, training)
+    if precision == "fp32":
+        return pair
+    with mock.patch("dit.verify.trial.LARGE_LOSS_SCALE", TOO_LARGE):
+        return in_half(pair, training)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +239,7 @@ def test_a_loss_that_is_not_finite_is_not_an_overflow(with_settings: dict[str, A
 
 def test_attempts_that_overflow_do_not_count_in_the_load_of_experts(with_settings: dict[str, Any]) -> None:
     overflows, fits = with_settings["experts"]
-    assert overflows["loss_scales"][0] < LARGE_LOSS_SCALE
+    assert overflows["loss_scales"][0] < TOO_LARGE
     assert fits["losses"] == overflows["losses"]
     assert fits["expert_load"] == overflows["expert_load"]
 
@@ -242,7 +247,7 @@ def test_attempts_that_overflow_do_not_count_in_the_load_of_experts(with_setting
 def test_an_overflow_lowers_the_loss_scale_until_the_step_fits(with_settings: dict[str, Any]) -> None:
     _, many = with_settings["fp16"]
     assert len(many["losses"]) == 2
-    assert all(1.0 < scale < LARGE_LOSS_SCALE for scale in many["loss_scales"])
+    assert all(1.0 < scale < TOO_LARGE for scale in many["loss_scales"])
 
 
 def test_a_loss_scale_that_differs_between_ranks_is_detected(with_settings: dict[str, Any]) -> None:

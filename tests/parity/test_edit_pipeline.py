@@ -102,7 +102,6 @@ def drawn_by_diffusers(folder: Path, noise: Tensor, paths: list[list[Path]]) -> 
     ("prompt", "name", "count"),
     [
         ("qwen_image_edit", "QwenImageEditPipeline", 1),
-        ("qwen_image_edit_plus", "QwenImageEditPlusPipeline", 1),
         ("qwen_image_edit_plus", "QwenImageEditPlusPipeline", 2),
     ],
 )

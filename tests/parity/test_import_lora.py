@@ -203,6 +203,13 @@ def test_blocks_of_sdxl_are_numbered_as_kohya_numbers_them() -> None:
         assert there == f"lora_unet_{layer.replace('.', '_')}.alpha"
 
 
+@pytest.fixture(scope="module")
+def of_unet() -> tuple[Case, nn.Module, ModelConfig, RuleBook]:
+    """Case, model of diffusers, config and rules, for tests that do not change the model."""
+    external, model, rules, _ = a_base(CASES["unet"])
+    return CASES["unet"], external, model, rules
+
+
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
@@ -236,16 +243,16 @@ def cut(part: str, axis: int) -> Change:
     ],
     ids=["dora", "loha", "half", "layer", "size", "nan", "unknown", "text", "product", "alpha"],
 )
-def test_adapters_without_a_counterpart_are_refused(tmp_path: Path, change: Change, message: str) -> None:
-    case, (external, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+def test_adapters_without_a_counterpart_are_refused(of_unet: Any, tmp_path: Path, change: Change, message: str) -> None:
+    case, external, model, rules = of_unet
     layer = "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_q"
     save_file(change(kohya(external, {f"lora_unet_{layer.replace('.', '_')}": layer})), tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match=message):
         imported_from(tmp_path / "x.safetensors", case, model, rules)
 
 
-def test_a_folder_with_several_files_is_refused(tmp_path: Path) -> None:
-    case, (external, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+def test_a_folder_with_several_files_is_refused(of_unet: Any, tmp_path: Path) -> None:
+    case, external, model, rules = of_unet
     tensors = kohya(external, {"lora_unet_time_embedding_linear_1": "time_embedding.linear_1"})
     save_file(tensors, tmp_path / "dog-000001.safetensors")
     assert imported_from(tmp_path, case, model, rules).config.targets == ["time.linear_1"]
@@ -254,8 +261,8 @@ def test_a_folder_with_several_files_is_refused(tmp_path: Path) -> None:
         imported_from(tmp_path, case, model, rules)
 
 
-def test_adapters_of_3_x_3_convolutions_are_refused(tmp_path: Path) -> None:
-    case, (external, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+def test_adapters_of_3_x_3_convolutions_are_refused(of_unet: Any, tmp_path: Path) -> None:
+    case, external, model, rules = of_unet
     layers = {"lora_unet_down_blocks_0_resnets_0_conv1": "down_blocks.0.resnets.0.conv1"}
     save_file(kohya(external, layers), tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match="adapts a 3 x 3 convolution"):

@@ -94,7 +94,11 @@ def page_call(code: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+FURTHER = ("pixart bert", "flux2 klein distilled")
+"""Other objectives and texts of pipelines that another case draws."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in FURTHER else n for n in CASES])
 def test_the_pipeline_draws_the_samples_of_the_sampler(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -5,10 +5,10 @@ import os
 import pickle
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 from unittest import mock
 
 import pytest
@@ -20,6 +20,8 @@ from dit.verify.trial import Trial
 from energon_data.workers import background
 
 if TYPE_CHECKING:
+    from dit.run_config import RunConfig
+    from dit.settings import Fp8
     from launch.verify import Pair
 
 Key = TypeVar("Key", bound=Hashable)
@@ -52,6 +54,14 @@ def _parameters(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return the parameters of all tests of the requesting module that this pytest session will run."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     return [{} if call is None else call.params for call in calls]
+
+
+def one_step(run: "RunConfig", ranks: int, fp8: "Optional[Fp8]" = None) -> "Pair":
+    """Return the pair of `tiny_pair` with one training step instead of two."""
+    from launch.verify import tiny_pair
+
+    pair = tiny_pair(run, ranks, fp8)
+    return replace(pair, one=replace(pair.one, steps=1), many=replace(pair.many, steps=1))
 
 
 def compared(pairs: Mapping[Key, "Pair"], folder: Path) -> dict[Key, Verdict]:
