@@ -37,8 +37,13 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = command_parser("launch.average", DESCRIPTION, EXAMPLES)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder with checkpoints")
-    length = "length of the average relative to the steps, from 0.01 to 0.28"
-    parser.add_argument("--sigma-rel", required=True, type=number_in(RELATIVE_LENGTH), metavar="X", help=length)
+    parser.add_argument(
+        "--sigma-rel",
+        required=True,
+        type=number_in(RELATIVE_LENGTH),
+        metavar="X",
+        help="length of the average relative to the steps, from 0.01 to 0.28",
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="new run folder")
     return parser
 

@@ -174,16 +174,24 @@ def _parser() -> argparse.ArgumentParser:
     plan(
         "--world-size", metavar="N", type=number_in(RANKS), help="ranks (default: as launched, or the fewest that fit)"
     )
-    size = "tokens of a sample, or its patches: frames x height x width (default: those of the data, else 256)"
-    plan("--tokens", metavar="N|TxHxW", type=tokens, help=size)
+    plan(
+        "--tokens",
+        metavar="N|TxHxW",
+        type=tokens,
+        help="tokens of a sample, or its patches: frames x height x width (default: those of the data, else 256)",
+    )
     plan(
         "--text-tokens",
         metavar="N",
         type=at_least_one,
         help="tokens of its text (default: those of the data, else 512)",
     )
-    names = f"plan the time of a step, too (docs/planner.md), on one of {', '.join(DEVICES)}"
-    plan("--device", metavar="NAME", choices=DEVICES, help=names)
+    plan(
+        "--device",
+        metavar="NAME",
+        choices=DEVICES,
+        help=f"plan the time of a step, too (docs/planner.md), on one of {', '.join(DEVICES)}",
+    )
     switch("--print-config", help="print the complete configuration as YAML")
     flag("--to-yaml", metavar="FILE", help="write the configuration to FILE, which --yaml reads")
     switch("--list", "-l", dest="list_recipes", help="list the recipes")

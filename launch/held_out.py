@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flag of all metrics that read held-out data."""
-    samples = "held-out samples to measure on (default: the run's data.validation_samples)"
-    parser.add_argument("--samples", type=at_least_one, metavar="N", help=samples)
+    parser.add_argument(
+        "--samples",
+        type=at_least_one,
+        metavar="N",
+        help="held-out samples to measure on (default: the run's data.validation_samples)",
+    )
 
 
 def held_out_batches(

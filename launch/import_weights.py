@@ -61,8 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
     flag(
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
     )
-    encoder = "if not in the files: text encoder, as in energon_data.prepare; repeat for several"
-    flag("--text-encoder", action="append", metavar="[ENTRY=]NAME", help=encoder)
+    flag(
+        "--text-encoder",
+        action="append",
+        metavar="[ENTRY=]NAME",
+        help="if not in the files: text encoder, as in energon_data.prepare; repeat for several",
+    )
     flag("--objective", metavar="NAME", help="if not in the files: edm, flow_matching or \"ddpm(prediction='v')\"")
     return parser
 

@@ -92,8 +92,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     switch("--guidance-norm", help="keep the norm of each token of a guided prediction (Qwen-Image)")
     ends = ("LOW", "HIGH")
     number("--guidance-interval", nargs=2, metavar=ends, help="guide only at sigma / alpha from LOW to HIGH")
-    churn = "noise before the steps of --solver heun, for EDM, at sigma from LOW to HIGH, such as 40 0.05 50 1.003"
-    number("--churn", nargs=4, metavar=("TOTAL", "LOW", "HIGH", "STD"), help=churn)
+    number(
+        "--churn",
+        nargs=4,
+        metavar=("TOTAL", "LOW", "HIGH", "STD"),
+        help="noise before the steps of --solver heun, for EDM, at sigma from LOW to HIGH, such as 40 0.05 50 1.003",
+    )
     count("--guidance-channels", help="guide the first N channels of a latent only")
     flag("--thresholding", choices=THRESHOLDINGS, help="of the clean estimate at every step, for models of pixels")
     count(
@@ -112,21 +116,41 @@ def build_parser() -> argparse.ArgumentParser:
     add_request_arguments(parser)
     flag = parser.add_argument
     picture, count = partial(flag, type=Path, metavar="PICTURE"), partial(flag, type=at_least_one, metavar="N")
-    size = "pixels of a sample, or positions of a latent that nothing decodes (default: the largest sample trained on)"
-    flag("--size", type=height_and_width, metavar="HxW", help=size)
+    flag(
+        "--size",
+        type=height_and_width,
+        metavar="HxW",
+        help="pixels of a sample, or positions of a latent that nothing decodes (default: the largest one trained on)",
+    )
     count("--frames", help="of each sample, 1 for a still; counted as --size (default: the longest clip's)")
     flag("--vae", metavar="PATH", help="autoencoder, a diffusers folder or hub name (default: that of the data set)")
     start = partial(parser.add_mutually_exclusive_group().add_argument, type=Path, metavar="PICTURE")
     start("--init", help="start from this picture instead of noise alone (image to image)")
     start("--first-frame", help="start clips with this picture (image to video; train with data.clean_first_frame)")
-    inpaint = "draw the white region of the mask, and keep the other pixels of the picture (train with data.inpaint)"
-    start("--inpaint", nargs=2, metavar=("PICTURE", "MASK"), help=inpaint)
-    edit = "edit this picture, or compose several; repeat it for each prompt (train with data.references)"
-    picture("--reference", action="append", nargs="+", default=[], help=edit)
-    aspect = "--aspect of energon_data.prepare, by which references are cropped (default: that of the data, or keep)"
-    flag("--reference-aspect", choices=ASPECTS, help=aspect)
-    control = "follow this depth, edges or pose, or one for each prompt (train with model.control_channels)"
-    picture("--control", nargs="+", default=[], help=control)
+    start(
+        "--inpaint",
+        nargs=2,
+        metavar=("PICTURE", "MASK"),
+        help="draw the white region of the mask, and keep the other pixels of the picture (train with data.inpaint)",
+    )
+    picture(
+        "--reference",
+        action="append",
+        nargs="+",
+        default=[],
+        help="edit this picture, or compose several; repeat it for each prompt (train with data.references)",
+    )
+    flag(
+        "--reference-aspect",
+        choices=ASPECTS,
+        help="--aspect of energon_data.prepare, by which references are cropped (default: that of the data, or keep)",
+    )
+    picture(
+        "--control",
+        nargs="+",
+        default=[],
+        help="follow this depth, edges or pose, or one for each prompt (train with model.control_channels)",
+    )
     flag("--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)")
     picture("--low-resolution", metavar="FILE", help="pictures that the model or first stage enlarges, as .npy")
     count("--batch", help="samples at a time (default: by their tokens)")

@@ -34,8 +34,12 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
     content = parser.add_mutually_exclusive_group()
     content.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
     content.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts (default: those of the run)")
-    entries = "a text per line, or a .jsonl of objects with prompt, negative, seed, original_size, crop, target_size"
-    content.add_argument("--prompts", type=Path, metavar="FILE", help=entries)
+    content.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a text per line, or a .jsonl of objects with prompt, negative, seed, original_size, crop, target_size",
+    )
     content.add_argument("--text-embedding", nargs="+", metavar="FILE", help="embedded texts, as .npy files")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text of the unconditional branch of guidance")
     condition = partial(parser.add_argument, "--condition", action="append", nargs="+", metavar=("NAME", "VALUE"))

@@ -81,35 +81,55 @@ def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _add_huggingface(parser: argparse.ArgumentParser) -> None:
-    source = "data set on the Hugging Face hub, folder of parquet files or of save_to_disk, or a parquet file"
-    parser.add_argument("--in", dest="source", required=True, metavar="NAME", help=source)
+    parser.add_argument(
+        "--in",
+        dest="source",
+        required=True,
+        metavar="NAME",
+        help="data set on the Hugging Face hub, folder of parquet files or of save_to_disk, or a parquet file",
+    )
     parser.add_argument("--split", default="train", metavar="NAME", help="(%(default)s)")
     parser.add_argument("--config", metavar="NAME", help="of a data set with several configurations")
     parser.add_argument("--image-column", metavar="NAME", help="files of pictures (the only such column, or image)")
     parser.add_argument("--caption-column", metavar="NAME", help="a text or list of them (caption, text, prompt, txt)")
     parser.add_argument("--label-column", metavar="NAME", help="class numbers (label)")
-    originals = "pictures that those of --image-column are edited from; a row may lack those of the last columns"
-    parser.add_argument("--reference-column", nargs="+", default=[], metavar="NAME", help=originals)
+    parser.add_argument(
+        "--reference-column",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="pictures that those of --image-column are edited from; a row may lack those of the last columns",
+    )
     _add_samples(parser, "huggingface")
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     groups = parser.add_mutually_exclusive_group()
     groups.add_argument("--labels", action="store_true", help="the folders directly below --in are classes")
-    repeats = (
-        "the folders directly below --in are named N_NAME: read N times as often, by default with the caption NAME"
+    groups.add_argument(
+        "--repeats",
+        action="store_true",
+        help="the folders directly below --in are named N_NAME: read N times as often, with caption NAME by default",
     )
-    groups.add_argument("--repeats", action="store_true", help=repeats)
-    rows = ".jsonl, .csv or .parquet with file_name and text (that of --in: metadata.jsonl, .csv or .parquet)"
-    parser.add_argument("--list", dest="list_file", type=Path, metavar="FILE", help=rows)
+    parser.add_argument(
+        "--list",
+        dest="list_file",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl, .csv or .parquet with file_name and text (that of --in: metadata.jsonl, .csv or .parquet)",
+    )
 
 
 def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     flag = parser.add_argument
     flag("--out", type=Path, required=True, help="folder to create")
     flag("--size", type=int, metavar="N", help="largest area, N x N pixels (native sizes)")
-    aspect = "the nearest size with at most this area, squares of N x N, or the nearest aspect bucket (%(default)s)"
-    flag("--aspect", choices=ASPECTS, default="keep", help=aspect)
+    flag(
+        "--aspect",
+        choices=ASPECTS,
+        default="keep",
+        help="the nearest size with at most this area, squares of N x N, or the nearest aspect bucket (%(default)s)",
+    )
     flag("--enlarge", action="store_true", help="scale smaller pictures up to --size")
     flag("--max-cut", type=float, default=0.5, metavar="SHARE", help="largest share of a picture to lose (%(default)s)")
     flag("--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)")
@@ -119,8 +139,14 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     flag("--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead")
     flag("--caption", metavar="TEXT", help="of every file without a caption")
     flag("--caption-prefix", dest="prefix", default="", metavar="TEXT", help="before every caption")
-    orders = "store N orders of the comma-separated tags of a caption; training draws one at each reading"
-    flag("--shuffle-tags", dest="tag_orders", type=int, default=1, metavar="N", help=orders)
+    flag(
+        "--shuffle-tags",
+        dest="tag_orders",
+        type=int,
+        default=1,
+        metavar="N",
+        help="store N orders of the comma-separated tags of a caption; training draws one at each reading",
+    )
     flag("--keep-tags", type=int, default=0, metavar="N", help="first tags that are not shuffled")
     formats = ("png", "webp", "jpg")
     flag("--format", dest="image_format", choices=formats, default="png", help="of stored pixels (%(default)s)")

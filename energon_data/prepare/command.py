@@ -26,11 +26,13 @@ class Command:
 
 def add_text_encoder(parser: argparse.ArgumentParser) -> None:
     """Add the flag of encoders that embed captions."""
-    names = (
-        "store embeddings of the captions: the folder of a diffusers pipeline, for all its encoders, all-minilm-l6-v2, "
-        "or a folder or hub name of an encoder; again for further entries, such as pooled=NAME"
+    parser.add_argument(
+        "--text-encoder",
+        action="append",
+        metavar="[ENTRY=]NAME",
+        help="store embeddings of the captions: the folder of a diffusers pipeline, for all its encoders, "
+        "all-minilm-l6-v2, or a folder or hub name of an encoder; again for further entries, such as pooled=NAME",
     )
-    parser.add_argument("--text-encoder", action="append", metavar="[ENTRY=]NAME", help=names)
 
 
 def text_encoder(args: argparse.Namespace) -> Optional[str]:
@@ -40,10 +42,14 @@ def text_encoder(args: argparse.Namespace) -> Optional[str]:
 
 def add_teacher(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a teacher, whose features samples store."""
-    names = "store tokens of this DINOv2 (a folder or hub name), or of efficientnet_lite0, for objective.alignment"
-    parser.add_argument("--teacher", metavar="NAME", help=names)
-    side = "pixels per side of a model's token (%(default)s)"
-    parser.add_argument("--teacher-patch", type=int, default=16, metavar="N", help=side)
+    parser.add_argument(
+        "--teacher",
+        metavar="NAME",
+        help="store tokens of this DINOv2 (a folder or hub name), or of efficientnet_lite0, for objective.alignment",
+    )
+    parser.add_argument(
+        "--teacher-patch", type=int, default=16, metavar="N", help="pixels per side of a model's token (%(default)s)"
+    )
 
 
 def add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
