@@ -156,10 +156,11 @@ def check_folder(folder: Path, split: str, otherwise: str = WITHOUT_HELD_OUT) ->
 
 
 def is_mixed(folder: Path) -> bool:
-    """Return whether `prepare` wrote the samples in random order, not in the order of tar files."""
+    """Return whether the samples were generated (they have a `name`), or `prepare` wrote them in random order."""
     file = folder / "dataset.json"
-    prepared = _load(file).get("prepared") if file.is_file() else None
-    return isinstance(prepared, dict) and prepared.get("command") != "webdataset"
+    description = _load(file) if file.is_file() else {}
+    prepared = description.get("prepared")
+    return "name" in description or (isinstance(prepared, dict) and prepared.get("command") != "webdataset")
 
 
 def _nested_targets(value: object) -> list[str]:
