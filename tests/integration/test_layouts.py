@@ -1,17 +1,28 @@
-"""A run on packs of several sizes that moves between layouts has the samples, losses and weights of one rank.
-
-`tests/parallel/test_checkpoint.py` and `test_fsdp.py` compare the bits of checkpoints that move.
-"""
+"""The same run on other layouts has the same losses, and checkpoints move between layouts without changing a bit."""
 
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.integration import actions
-from tests.integration.runs import SMALL_PACKS, checkpoint, loss_values, mock, read_tensors, scalars, training
+from tests.integration.runs import (
+    SLOTS,
+    SMALL_PACKS,
+    assert_same_bits,
+    checkpoint,
+    letters,
+    loss_values,
+    mock,
+    outcome,
+    read_tensors,
+    scalars,
+    training,
+)
 from tests.support import faults
 from tests.support.attempts import prepare_media
 from tests.support.ranks import Job, call, run_jobs
@@ -19,14 +30,32 @@ from tests.support.ranks import Job, call, run_jobs
 pytestmark = pytest.mark.slow
 
 ROUNDING = 1e-5  # relative, fp32: sums in another order
+DDP = {"parallel__data_parallel": "ddp"}
 TP = {"parallel__tensor_model_parallel_size": 2}
 PP = {"parallel__pipeline_model_parallel_size": 2}
 TP_SP = {**TP, "parallel__sequence_parallel": True}
 FSDP = {"parallel__data_parallel": "fsdp"}
+# One run that stops after each layout and resumes from its folder on the next one: (ranks, settings).
+WAY = {
+    "tp2sp": (2, TP_SP),
+    "one": (1, DDP),
+    "distributed_optimizer2": (2, {}),
+    "ddp2": (2, DDP),
+    "pp2": (2, PP),
+    "fsdp2": (2, FSDP),
+    "tp2dp2": (4, TP),
+    "tp2pp2": (4, {**TP, **PP, "checkpoint__async_save": True}),
+    "one_distributed_optimizer": (1, {"checkpoint__async_save": True}),
+}
+DRAWN = ("tp2sp", "distributed_optimizer2", "fsdp2", "pp2")
 PART = 2  # steps on each layout
+NUM_STEPS = PART * len(WAY)
+GRIDS = {"training__sample_interval": 1, "sampling__num_steps": 2, "sampling__raw_weights": True}
+STOPS = {name: PART * (i + 1) for i, name in enumerate(WAY)}
+
 CP = {"parallel__context_parallel_size": 2}
-# A run that stops after each layout and resumes on the next one: (ranks, settings). Two worker processes read packs of
-# pictures and clips. A step has four packs, so that up to four replicas can share the two streams.
+# The same with packs of pictures and clips of several sizes from two worker processes. A step has four packs, so
+# that up to four replicas can share the two streams.
 PACKED_WAY = {
     "one": (1, {}),
     "dp2": (2, {}),
@@ -55,6 +84,83 @@ PACKED: dict[str, Any] = {
     "checkpoint__keep_last": len(PACKED_WAY),
     "logging__tensorboard": False,
 }
+
+
+tensors = cache(read_tensors)
+
+
+@pytest.fixture(scope="module")
+def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one rank, and a run that moves through all layouts."""
+    folder = tmp_path_factory.mktemp("layouts")
+    shared = {"training__num_steps": NUM_STEPS, "checkpoint__interval": PART, "checkpoint__keep_last": NUM_STEPS}
+    shared |= {"training__ema_decay": 0.9}
+    jobs = {"one": call(actions.train, *letters(letters_data, folder / "one", **shared, **GRIDS))}
+    for name, (ranks, settings) in WAY.items():
+        stop = STOPS[name]
+        settings = {**shared, **settings, **(GRIDS if name in DRAWN else {}), "training__stop_at_step": stop}
+        arguments = letters(letters_data, folder / "moving", **settings)
+        fault = partial(faults.resaved, folder / f"loaded_{stop - PART}") if stop > PART else None
+        jobs[f"moving {name}"] = call(actions.train, *arguments, ranks=ranks, fault=fault)
+    results = run_jobs(folder / "world", jobs)
+    for name, job in jobs.items():
+        ended = results[name] if job.ranks > 1 else [results[name]]
+        expected = 75 if name.startswith("moving") and name != f"moving {list(WAY)[-1]}" else 0
+        assert {e.code for e in ended} == {expected}, (name, ended)
+    return folder
+
+
+def test_losses_equal_those_of_one_rank(runs: Path) -> None:
+    """The layout changes every two steps; the global batch stays the same."""
+    losses = loss_values(runs / "moving")
+    assert len(losses) == NUM_STEPS
+    assert losses == pytest.approx(loss_values(runs / "one"), rel=ROUNDING)
+    assert outcome(runs / "moving")["code"] == 0
+
+
+@pytest.mark.parametrize(("before", "after"), list(zip(WAY, list(WAY)[1:])))
+def test_a_checkpoint_moves_between_layouts_bitwise_unchanged(runs: Path, before: str, after: str) -> None:
+    """The second layout loads the exact weights, average and Adam's state that the first one saved."""
+    step = STOPS[before]
+    folders = checkpoint(runs / "moving", step), runs / f"loaded_{step}"
+    saved, loaded = map(tensors, folders)
+    assert {key.partition(".")[0] for key in saved} == set(SLOTS)
+    assert_same_bits(loaded, saved)
+    scalars = [json.loads((folder / "state.json").read_text())["scalars"] for folder in folders]
+    assert scalars == [{"adam_step": step}] * 2
+
+
+@pytest.mark.parametrize("name", WAY)
+def test_checkpoints_of_all_layouts_hold_the_same_model(runs: Path, name: str) -> None:
+    """Global names, shapes and values do not depend on the layout that wrote them."""
+    assert_same_model(runs, STOPS[name])
+
+
+def assert_same_model(folder: Path, step: int) -> None:
+    """Compare checkpoints of the moving run with those of the run on one rank."""
+    found, expected = (tensors(checkpoint(folder / run, step)) for run in ("moving", "one"))
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].shape == tensor.shape
+        error = (found[key] - tensor).norm()
+        # If a weight's gradient is rounding noise, so is the direction of its Adam update.
+        assert error <= 1e-3 * tensor.norm() + 1e-6, f"{key}: {error / tensor.norm():.1e}"
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("weights", ["ema", "raw"])
+def test_grids_of_both_weights_are_the_same_on_every_layout(runs: Path, name: str, weights: str) -> None:
+    """Grids are equal within rounding, 1 of 255; those of the other kind of weights differ by more."""
+    step = STOPS[name] - 1  # the run stops at the last step of a layout
+    grids = [grid(runs / run, step, weights) for run in ("moving", "one")]
+    assert grids[0].std() > 10
+    assert np.abs(grids[0] - grids[1]).max() <= 1
+    assert np.abs(grids[0] - grid(runs / "moving", step, "raw" if weights == "ema" else "ema")).max() > 1
+
+
+def grid(run: Path, step: int, weights: str) -> np.ndarray:
+    with Image.open(run / "samples" / f"step_{step:07d}" / f"{weights}.png") as picture:
+        return np.asarray(picture, dtype=np.int16)
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +209,7 @@ def samples_by_step(file: Path) -> dict[int, set[str]]:
 @pytest.mark.parametrize("name", PACKED_WAY)
 def test_packs_of_several_sizes_train_the_same_model_on_every_layout(packed_runs: Path, name: str) -> None:
     """After the steps on this layout, which continued from the previous layout's checkpoint."""
-    found, expected = (read_tensors(checkpoint(packed_runs / run, PACKED_STOPS[name])) for run in ("moving", "one"))
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert found[key].shape == tensor.shape
-        error = (found[key] - tensor).norm()
-        # If a weight's gradient is rounding noise, so is the direction of its Adam update.
-        assert error <= 1e-3 * tensor.norm() + 1e-6, f"{key}: {error / tensor.norm():.1e}"
+    assert_same_model(packed_runs, PACKED_STOPS[name])
 
 
 def test_a_data_source_whose_state_follows_the_ranks_is_refused(tmp_path: Path) -> None:
