@@ -189,9 +189,12 @@ demo-avatars-latent: $(VENV)/.installed data/avatars_latent/dataset.json ## the 
 	  training.run_dir=$(DEMO_AVATARS_LATENT)
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_AVATARS_LATENT) --metric avatars --out avatars_64.png --minimum 0.9
 
-# Files in their order: what starts many processes comes first, so that the workers end together.
-test: lint ## lint, types and the quick tests that need no GPU
-	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Files in their order: what starts many processes comes first, so that the workers end together. Lint runs meanwhile,
+# and its output comes last.
+test: $(VENV)/.installed ## lint, types and the quick tests that need no GPU
+	@log=$$(mktemp); $(MAKE) --no-print-directory lint > $$log 2>&1 & lint=$$!; \
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	wait $$lint; lint=$$?; cat $$log; rm $$log; exit $$((tests | lint))
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -1,7 +1,9 @@
 """Fixtures shared by the CPU tests: one Megatron-Core world of a single rank, and models built on it."""
 
+import contextlib
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 background.PRELOAD.append("tests.preload")
 FORKS.set_forkserver_preload(background.PRELOAD)
+gc.disable()  # until all modules are imported
 
 BuildModel = Callable[..., Backbone]
 DRAW = lru_cache(maxsize=4096)(init.draw)
@@ -34,27 +37,36 @@ DRAW = lru_cache(maxsize=4096)(init.draw)
 
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collections, which would scan millions of objects."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Run module fixtures in a temporary folder; fail if outputs in the clone changed."""
     before = outputs(REPOSITORY)
+    folder = tmp_path_factory.mktemp("tests")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("session"))
         patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
         patch.setenv("COUNTED_OPERATIONS", str(tmp_path_factory.mktemp("counts")))
-        yield
+        yield folder
     names = changed(before, outputs(REPOSITORY))
     assert not names, f"{names[:9]} in {REPOSITORY} changed during the tests: a test wrote there, or a command of yours"
 
 
 @pytest.fixture(autouse=True)
-def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test in a temporary folder, so that relative paths such as `data/letters` are outside the clone."""
-    monkeypatch.chdir(tmp_path)
+def _working_folder(request: pytest.FixtureRequest, _session_folder: Path) -> Iterator[None]:
+    """Run each test in a temporary folder, so that relative paths such as `data/letters` are outside the clone.
+
+    Tests without `tmp_path` share a folder, because a new one takes longer than most of them.
+    """
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else _session_folder
+    with contextlib.chdir(folder):
+        yield
+    if folder is _session_folder and os.listdir(folder):
+        shutil.rmtree(folder)
+        folder.mkdir()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ SIZES = {
     "blocks": (2, 12, 13, 11, 4),
     "wide": (1, 320, 3, 3, 8),
     "odd_wide": (2, 1030, 3, 1, 10),
-    "widest": (1, 8192, 2, 1, 4),
+    "widest": (1, 4096, 2, 1, 4),
 }
 KINDS = {"plain": (False, False), "silu": (False, True), "scaled": (True, False), "scaled_silu": (True, True)}
 

@@ -1,6 +1,5 @@
 """Starting a run from a diffusers folder: every box equals the full conversion, and faults are one-line errors."""
 
-import itertools
 import json
 import random
 import shutil
@@ -64,7 +63,7 @@ def assert_reads(weights: Any, key: str, box: Box, expected: torch.Tensor) -> No
 def test_every_box_equals_that_of_the_full_conversion(
     folders: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when it is read in pieces."""
+    """Also when it is read in pieces, as half of the tensors are."""
     monkeypatch.setattr(sliced_weights, "LARGEST_GAP", 3)
     tensors = StoredTensors(folders / name).read_all()
     network = read_network(folders / name)
@@ -72,8 +71,8 @@ def test_every_box_equals_that_of_the_full_conversion(
     full = network.rules(network.trained.model).from_external(tensors)
     weights, generator = FolderWeights(network, network.trained.model), random.Random(0)
     assert weights.shapes == {key: tuple(x.shape) for key, x in full.items()}
-    for piece, (key, expected) in itertools.product((4 << 20, 300), full.items()):
-        monkeypatch.setattr(sliced_weights, "PIECE_ELEMENTS", piece)
+    for key, expected in full.items():
+        monkeypatch.setattr(sliced_weights, "PIECE_ELEMENTS", generator.choice((4 << 20, 300)))
         stop = generator.randint(1, expected.numel())
         boxes = [Box.of(expected.shape), random_box(tuple(expected.shape), generator)]
         boxes += boxes_of_range(expected.shape, generator.randrange(stop), stop)  # as with a distributed optimizer

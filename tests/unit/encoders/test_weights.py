@@ -53,6 +53,7 @@ def test_the_hub_is_not_contacted(tmp_path):
 def test_the_dry_run_adds_encoders_to_the_memory(tmp_path):
     """If their size is unknown, the report has a line about it."""
     task = call_recipe("own_data")
+    task.model.num_layers = 1
     text = dry_run.report(task, world_size=1)
     alone = float(re.search(r"total +([\d.]+) GiB", text)[1])
     task.data.online_text_encoder = "all-minilm-l6-v2"

@@ -124,12 +124,11 @@ def test_a_resumed_stream_is_bitwise_equal(case: tuple[DataConfig, int], steps: 
     same(rest, take(twice, 13))
 
 
-@pytest.mark.parametrize("worlds", [(2, 1, 3), (8, 1, 6)])
-def test_a_stream_resumes_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
+def test_a_stream_resumes_on_other_numbers_of_ranks(case: tuple[DataConfig, int]) -> None:
     """A step has 24 micro-batches; four streams are read by more and by fewer ranks in turn, and all have one order."""
     data, mbs = case
     alone, state = build(data, mbs=mbs), None
-    for dp in worlds:
+    for dp in (8, 1, 3):
         ranks = [build(data, rank, dp, mbs) for rank in range(dp)]
         for rank in ranks:
             if state is not None:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from dit.kernels.rope import HeadNorm, Heads, Rotation
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from tests.support.calls import CallCounter
+from tests.support.ranks import rows
 from tests.support.repository import REPOSITORY
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
@@ -167,8 +169,14 @@ REGISTERS = 65536
 """Of a multiprocessor of both GPUs; a thread gets them in eights."""
 
 
-@pytest.mark.parametrize("capability", [90, 100], ids=["sm_90", "sm_100"])
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    rows(
+        product(CASES, (90, 100)),
+        quick=lambda case, capability: case in QUICK and (capability == 90 or case == "noise"),
+        long=lambda case, _: case in QUICK,
+    ),
+)
 def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, capability: int):
     """Enough registers are left for the occupancy that the kernel needs."""
     from benchmarks.ahead_of_time import compiled

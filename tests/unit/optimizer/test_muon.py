@@ -117,7 +117,7 @@ def test_a_round_has_at_most_the_limit_of_elements():
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer", "fsdp"])
 def test_a_plan_counts_one_moment_and_the_operations(one_tracer, data_parallel):
-    model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
+    model, training = tiny_model(num_layers=1), TrainingConfig(ema_decay=None)
     adamw, by_muon = OptimizerConfig(), OptimizerConfig(algorithm="muon")
     parts = (ParallelConfig(data_parallel=data_parallel), training, PackShape(((1, 4, 8),), text_lengths=(4,)))
     steps = one_tracer([Job(model, FlowMatching(), settings, *parts) for settings in (adamw, by_muon)])
@@ -139,7 +139,7 @@ def test_a_plan_counts_each_matrix_once_and_its_exchange(one_tracer, data_parall
     Args:
         least, most: bounds on how often each element is sent.
     """
-    model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
+    model, training = tiny_model(num_layers=1), TrainingConfig(ema_decay=None)
     layout = ParallelConfig(
         data_parallel=data_parallel, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1
     )
@@ -156,7 +156,7 @@ def test_a_plan_counts_each_matrix_once_and_its_exchange(one_tracer, data_parall
 
 
 def test_a_plan_adds_the_time_of_products_and_exchange(one_tracer):
-    model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
+    model, training = tiny_model(num_layers=1), TrainingConfig(ema_decay=None)
     layout, pack = ParallelConfig(data_parallel="ddp"), PackShape(((1, 4, 8),), text_lengths=(4,))
     jobs = [
         Job(model, FlowMatching(), settings, layout, training, pack, world_size=4)

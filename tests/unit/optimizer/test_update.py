@@ -152,7 +152,7 @@ def test_moments_are_on_the_requested_device() -> None:
 
 @pytest.mark.parametrize("data_parallel", ["distributed_optimizer", "fsdp", "ddp"])
 def test_a_plan_counts_eight_bytes_per_parameter_less(one_tracer: Tracer, data_parallel: str) -> None:
-    model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
+    model, training = tiny_model(num_layers=1), TrainingConfig(ema_decay=None)
     parts = (model, FlowMatching(), OptimizerConfig(), ParallelConfig(data_parallel=data_parallel), training)
     job = Job(*parts, PackShape(((1, 4, 8),), text_lengths=(4,)))
     on, off = one_tracer([job, replace(job, optimizer=OptimizerConfig(offload=True))])

@@ -82,7 +82,7 @@ def differing_operations(tracer: Tracer, packs: list[PackShape], recipe: str, ke
     ("recipe", "kernels", "expected"),
     [
         ("tiny_dit", "eager", set()),
-        ("tiny_dit", "triton", set()),
+        pytest.param("tiny_dit", "triton", set(), marks=pytest.mark.long),
         pytest.param("tiny_ldm_unet", "eager", set(), marks=pytest.mark.slow),
     ],
 )
@@ -323,7 +323,7 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(
     ("recipe", "kernels", "parallel"),
     [
         ("tiny_dit", "eager", ParallelConfig()),
-        ("pretrain_7b", "triton", TP2),
+        pytest.param("pretrain_7b", "triton", TP2, marks=pytest.mark.long),
         ("pretrain_7b", "triton", TP2_SP),
         ("pretrain_7b", "triton", ULYSSES),
         ("pretrain_7b", "triton", RING),

@@ -143,8 +143,8 @@ def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiny_dit", "data.text_tokens=1", *FP16),
         ("tiny_dit", "data.text_tokens=1", "optimizer=muon"),
         ("tiny_ldm_unet", "data.text_tokens=1"),
-        ("tiny_flux", "data.text_tokens=1", *DENSE),
-        *((recipe,) for recipe in PACKS),
+        pytest.param(("tiny_flux", "data.text_tokens=1", *DENSE), marks=pytest.mark.long),
+        *(pytest.param((recipe,), marks=[pytest.mark.long] * (recipe == "tiny_moviegen")) for recipe in PACKS),
     ],
     ids=" ".join,
 )
@@ -239,7 +239,6 @@ def test_a_step_of_graphs_that_is_computed_twice_compares_gradients(
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2, "context_comm": "a2a"},
     "cp2_ring": {"context_parallel_size": 2},
