@@ -38,9 +38,13 @@ def shard_tokens(
 
 
 def pad_tokens(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayout:
-    """Add the tail pad that makes the number of tokens a multiple of `LayerProvider.token_multiple`."""
+    """Add the tail pad that makes the number of tokens a multiple of `LayerProvider.token_multiple`.
+
+    The result is another layout also if no pad is needed, because the next pack, whose tables are computed by those of
+    this one (`dit.pack_copy.compute_tables`), may need one.
+    """
     multiple = provider.token_multiple
-    return layout.table(_padded, multiple) if layout.total_tokens % multiple else layout
+    return layout if multiple == 1 else layout.table(_padded, multiple)
 
 
 def unshard_tokens(x_TD: Tensor, provider: LayerProvider, *, is_output: bool = False) -> Tensor:

@@ -4,6 +4,8 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from dit.context_parallel.shard_batch import shard
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import _segments_with_padding
 from dit.kernels.fused.blocks import blocks_of, blocks_of_passes
+from dit.layers.tokens import pad_tokens, shard_tokens
 from dit.layout import MOST_TABLES, TABLES, SequenceLayout
 from dit.pack_copy import ALIGNMENT, copy_together
 from dit.patchify import grid_positions
@@ -105,6 +108,21 @@ def test_the_second_pack_has_all_tables_on_the_device(cp: int, monkeypatch: pyte
     )
     assert torch.equal(moved.conditions["context"].values, second.conditions["context"].values)
     assert torch.equal(moved.latents_TC, second.latents_TC)
+
+
+@pytest.mark.parametrize("text_lengths", [([3, 1], [2, 3]), ([2, 3], [3, 1])], ids=["odd after even", "even after odd"])
+def test_texts_of_a_pack_need_padding_that_those_of_the_pack_before_did_not_need(text_lengths: tuple[list[int], ...]):
+    """Two ranks share the tokens of each text (sequence parallelism)."""
+    provider: Any = SimpleNamespace(token_multiple=2, sequence_parallel=True, tp_rank=1, tp_size=2)
+    copy = PackCopy(CPU)
+    for lengths in text_lengths:
+        texts = copy(pack([(1, 4, 4), (1, 2, 3)], lengths)).conditions["context"].layout
+        assert texts is not None
+        tables = [
+            blocks_of(shard_tokens(pad_tokens(layout, provider), provider)[0], 8).table
+            for layout in (texts, SequenceLayout.from_lengths(lengths))
+        ]
+        assert torch.equal(*tables)
 
 
 def _fresh(batch: PackedBatch):

@@ -238,7 +238,7 @@ def updates_here(job: Job) -> list[Any]:
 
 def passes_of_packs_here(job: Job) -> list[Any]:
     """Return the operations of the passes of some steps on different packs, with the copies and waits in them."""
-    recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=64)
+    recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=63)
     with fake_world(job.rank, job.world_size):
         groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
 
