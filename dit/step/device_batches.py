@@ -196,6 +196,8 @@ class DeviceBatches(Iterator[PackedBatch]):
             larger += counts[typical]
             if larger * RARE >= counts.total():
                 break
+        else:  # a run that resumes after its last step reads no sample
+            return size, fps
         if self.largest is None or typical == self.largest[:3]:
             return size, fps
         _, (t, h, w), fps = typical

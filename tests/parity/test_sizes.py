@@ -363,7 +363,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"moe_top_k": 1, "moe_router": "top_k"}, ["moe_top_k=1", "moe_router=top_k", "model.num_experts"]),
         ({"num_experts": 4, "moe_router": "sinkhorn"}, ["moe_router='sinkhorn'", "'expert_choice'", "'top_k'"]),
         ({"num_experts": 4, "moe_capacity_factor": 5.0}, ["moe_capacity_factor=5.0", "num_experts=4"]),
-        ({"num_experts": 4, "moe_router": "top_k", "moe_top_k": 5}, ["moe_top_k=5", "from 1 to 4"]),
+        ({"num_experts": 4, "moe_router": "top_k", "moe_top_k": 5}, ["moe_top_k=5", "at most 4"]),
         (
             {"num_experts": 4, "moe_top_k": 1},
             ["moe_top_k=1 has no effect", "moe_router=top_k", "leave model.moe_top_k=2"],

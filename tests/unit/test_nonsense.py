@@ -28,7 +28,7 @@ from energon_data.contents import Contents
 from energon_data.folder import check_folder
 from energon_data.prepare.archives import read_tar
 from energon_data.prepare.folders import list_folder
-from energon_data.prepare.lists import read_list
+from energon_data.prepare.lists import LONGEST_FIELD, read_list
 from energon_data.samples import SampleError, unseal
 from launch.config_file import load
 from launch.status import read_status
@@ -295,6 +295,6 @@ def test_the_sample_size_of_an_import_is_bounded(tmp_path: Path, size: Any) -> N
 
 
 def test_the_list_of_a_data_set_may_be_nonsense(tmp_path: Path) -> None:
-    written(tmp_path / "metadata.csv", "file_name,caption\n" + "a" * (1 << 20) + ",b\n")
+    written(tmp_path / "metadata.csv", "file_name,caption\n" + "a" * (LONGEST_FIELD + 1) + ",b\n")
     with pytest.raises(DataError, match=r"metadata.csv: field larger than field limit"):
         list_folder(tmp_path, frozenset({"png"}))
