@@ -192,14 +192,16 @@ demo-avatars-latent: $(VENV)/.installed data/avatars_latent/dataset.json ## the 
 # Files in their order: what starts many processes comes first, so that the workers end together. Lint runs meanwhile,
 # and its output comes last.
 test: $(VENV)/.installed ## lint, types and the quick tests that need no GPU
-	@log=$$(mktemp); $(MAKE) --no-print-directory lint > $$log 2>&1 & lint=$$!; \
+	@log=$$(mktemp); trap 'rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
+	{ $(LINT); } > $$log 2>&1 & lint=$$!; \
 	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder; tests=$$?; \
-	wait $$lint; lint=$$?; cat $$log; rm $$log; exit $$((tests | lint))
+	wait $$lint; lint=$$?; cat $$log; exit $$((tests | lint))
+
+# A variable, because `make -n test` would run a line with a recursive make.
+LINT = $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 
 lint: $(VENV)/.installed ## ruff and mypy
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(LINT)
 
 test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up to eight ranks
 	$(VENV)/bin/python -m pytest tests/integration tests/parallel tests/laws tests/unit -m "slow and not long" -n 2 --dist loadfile --no-loadscope-reorder

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import reduce
 from statistics import median
 from typing import Any, Literal, Optional
 from unittest.mock import patch
@@ -125,7 +124,13 @@ def plain(cross: bool) -> Call:
     blocks = [PlainBlock(SIZES, cross=cross) for _ in range(LAYERS)]
     cond_SD = torch.zeros(DENSE.num_samples, SIZES[0], requires_grad=True)
     texts = [torch.zeros(DENSE.num_samples, 77, SIZES[2], requires_grad=True)] if cross else []
-    return lambda x_TD: reduce(lambda x_TD, block: block(x_TD, cond_SD, *texts), blocks, x_TD)
+
+    def call(x_TD: Tensor) -> Tensor:
+        for block in blocks:
+            x_TD = block(x_TD, cond_SD, *texts)
+        return x_TD
+
+    return call
 
 
 def rows(groups: process_groups.ProcessGroups, repeats: int) -> Iterator[str]:

@@ -125,7 +125,7 @@ TABLE = (
 
 
 def match_conditions(wanted: Sequence[Condition], stored: Optional[Collection[str]]) -> list[str]:
-    """Compare conditions of a model with those of the data; return a line with known ones that the model does not take.
+    """Check that the data have the conditions of a model; return a line about others that it does not take, if any.
 
     Args:
         stored: names of the stored values; None if they are unknown or generated on demand.

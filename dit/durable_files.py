@@ -65,7 +65,7 @@ def write_atomic(path: Path, content: str | bytes, *, part: Path | None = None, 
 
 
 def write_record(path: Path, text: str) -> None:
-    """Replace a record of the run, as `write_atomic` does; failures are a `CheckpointError` (exit code 5)."""
+    """Replace a record of the run, as `write_atomic` does; raise a `CheckpointError` (exit code 5) if that fails."""
     try:
         write_atomic(path, text)
     except OSError as error:

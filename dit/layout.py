@@ -294,7 +294,7 @@ class SequenceLayout:
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:
-        """All lengths that do not change, whether this is the layout of local tokens, and the index of a shard."""
+        """All lengths that do not change, whether these are local tokens, and the index of a shard or block."""
         lengths = self.num_samples if self.is_fixed else (self.lengths, self.padded_lengths)
         return lengths, self.total_tokens, self.local_indices is None, self.share
 

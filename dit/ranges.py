@@ -88,6 +88,14 @@ def ranged(default: Value, allowed: Range) -> Value:
     return field(default=default, metadata={RANGE: allowed})
 
 
+def check_range(setting: str, value: object, allowed: Range) -> None:
+    """Check that one setting is in its range; None passes, and a list if each entry does."""
+    entries = value if isinstance(value, list) else [value]
+    if any(entry is not None and entry not in allowed for entry in entries):
+        kind = "of numbers, each " if isinstance(value, list) else ""
+        raise ConfigError(f"{setting}={value} must be {kind}{allowed}")
+
+
 def check_ranges(part: str, config: "DataclassInstance", others: Optional[Mapping[str, Range]] = None) -> None:
     """Check that the fields of a configuration are in their ranges; None passes, and a list if each entry does.
 
@@ -98,11 +106,7 @@ def check_ranges(part: str, config: "DataclassInstance", others: Optional[Mappin
         others: ranges of fields without a declared one.
     """
     for name, allowed in {**_ranges(type(config)), **(others or {})}.items():
-        value = getattr(config, name)
-        entries = value if isinstance(value, list) else [value]
-        if any(entry is not None and entry not in allowed for entry in entries):
-            kind = "of numbers, each " if isinstance(value, list) else ""
-            raise ConfigError(f"{part}.{name}={value} must be {kind}{allowed}")
+        check_range(f"{part}.{name}", getattr(config, name), allowed)
     for name, choices in _choices(type(config)).items():
         if (value := getattr(config, name)) not in choices:
             raise ConfigError(f"{part}.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")

@@ -256,7 +256,8 @@ class RunConfig:
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
     """Check that CUDA graphs can repeat the passes of a step (`dit.step.cuda_graph`) and its update."""
-    for fault in _faults_of_graphs(config, spec):
+    fault = next(_faults_of_graphs(config, spec), None)
+    if fault is not None:
         raise ConfigError(f"training.cuda_graph=True does not work with {fault}, or training.cuda_graph=False")
 
 
@@ -278,7 +279,7 @@ def _faults_of_graphs(config: RunConfig, spec: BatchSpec) -> Iterator[str]:
         yield f"num_moe_experts={experts}, because the number of tokens of an expert depends on values; {cure}"
     if (stages := parallel.pipeline_model_parallel_size) > 1:
         yield (
-            f"parallel.pipeline_model_parallel_size={stages}, because stages tell each other the shapes of "
+            f"parallel.pipeline_model_parallel_size={stages}, because stages exchange the shapes of "
             "activations; use parallel.pipeline_model_parallel_size=1"
         )
     if parallel.data_parallel == "fsdp":

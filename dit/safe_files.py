@@ -64,7 +64,7 @@ def open_binary(path: Path, *, follow: bool = True) -> io.BufferedReader:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file of a run folder, but no link, for reading and appending; creates it if needed."""
+    """Open a file of a run folder for reading and appending, and create it if needed; links are refused."""
     return open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, follow=False), "ab+")
 
 

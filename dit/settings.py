@@ -19,6 +19,7 @@ from dit.ranges import (
     Range,
     check_address,
     check_path,
+    check_range,
     check_ranges,
     check_unused,
     duration_s,
@@ -66,6 +67,9 @@ class OptimizerConfig:
             check_unused("optimizer", self, ["muon_momentum"], where, "set optimizer.algorithm=muon")
 
 
+HANG_TIMEOUT_S = Range(3, 3 * 86_400)
+
+
 @dataclass(kw_only=True)
 class TrainingConfig:
     """Length, batch, precision, seed and intervals of a run.
@@ -95,8 +99,8 @@ class TrainingConfig:
         ema_offload: store the averages in host memory.
         ema_sigma_rel: lengths of power-function averages (0.01 to 0.28), such as [0.05, 0.1].
         log_interval: steps between log lines.
-        validation_interval, sample_interval: steps between held-out losses, and sample grids, of the largest size that
-            1 of 16 samples reaches; 0 for never.
+        validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.
+            Grids have the largest size that at least 1 of 16 samples reaches.
         hooks: user classes, `['package.module.Class']`, called after every step and validation.
         stop_at_step: stop after this step with a checkpoint and code 75; a later step or None continues.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
@@ -141,11 +145,11 @@ class TrainingConfig:
     max_bad_steps: int = ranged(3, COUNT)
     recheck_interval: int = ranged(0, COUNT_OR_ZERO)
     time_limit: Optional[str] = None
-    hang_timeout_s: Optional[float] = 900.0
+    hang_timeout_s: Optional[float] = ranged(900.0, HANG_TIMEOUT_S)
 
     def check_time_out(self) -> None:
-        """Check the settings that process groups need, before all others."""
-        check_ranges("training", self, {"hang_timeout_s": Range(3, 3 * 86_400)})
+        """Check the setting that process groups need, before all others."""
+        check_range("training.hang_timeout_s", self.hang_timeout_s, HANG_TIMEOUT_S)
 
     @property
     def collective_timeout_s(self) -> float:
@@ -154,7 +158,6 @@ class TrainingConfig:
 
     def validate(self) -> None:
         """Check every field by itself."""
-        self.check_time_out()
         check_path("training.run_dir", self.run_dir)
         if self.time_limit is not None:
             duration_s("training.time_limit", self.time_limit)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PIXEL_CHANNELS = 3
 TRAIN_SPLIT = "train"
-_SHUFFLED = 1000  # samples of one pass that are shuffled in memory, divided over the members of a blend
+_SHUFFLED = 1000  # samples of one pass that a stream shuffles in memory, divided over the members of a blend
 _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
@@ -52,7 +52,8 @@ class EnergonData(ReaderSettings):
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights, then lists, change, counting those that
             `training.on_bad_numbers=rewind` omits.
-        shuffle_buffer: samples shuffled in memory, also of several passes; None for up to 1000 samples of one pass.
+        shuffle_buffer: samples that a stream shuffles in memory, also of several passes; None for up to 1000 of one
+            pass.
         pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
         pad_packs: pad packs to `max_tokens_per_pack`.

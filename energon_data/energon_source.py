@@ -170,6 +170,11 @@ class EnergonSource:
             self._settings["interleaved"] = False
             for reader in self._encoder.readers:
                 reader.streams = 1
+        elif not self._settings["interleaved"]:
+            raise DataError(
+                "the position in the data was saved when streams read blocks of all shards, but dataset.json now "
+                "states a random order (name, prepared); restore dataset.json, or start a new run from these weights"
+            )
         return saved
 
     def adapt(self, position: Position) -> Position:

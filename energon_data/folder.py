@@ -156,7 +156,7 @@ def check_folder(folder: Path, split: str, otherwise: str = WITHOUT_HELD_OUT) ->
 
 
 def is_mixed(folder: Path) -> bool:
-    """Return whether the samples were generated (they have a `name`), or `prepare` wrote them in random order."""
+    """Return whether samples are in random order: `dataset.json` has a `name`, or `prepare` wrote files or rows."""
     file = folder / "dataset.json"
     description = _load(file) if file.is_file() else {}
     prepared = description.get("prepared")

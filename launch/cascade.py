@@ -57,8 +57,14 @@ class Stage:
 def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the stages of a cascade."""
     group = parser.add_argument_group("cascade", "files of a stage have its name in theirs")
-    words, names = ("NAME", "SETTING=VALUE"), f"settings of one stage: {', '.join(SETTINGS)}"
-    group.add_argument("--stage", action="append", nargs="+", default=[], metavar=words, help=names)
+    group.add_argument(
+        "--stage",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "SETTING=VALUE"),
+        help=f"settings of one stage, instead of those of its run or of all stages: {', '.join(SETTINGS)}",
+    )
     group.add_argument("--augmentation", type=float, metavar="X", help="noise level of the pictures that are enlarged")
 
 

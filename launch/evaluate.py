@@ -88,7 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_sampling_arguments(parser)
     parser.add_argument("--data", metavar="DIR", help="data set to compare with (default: the run's)")
     parser.add_argument(
-        "--minimum", type=float, metavar="X", help="exit with 1 below this; of sharpness dB above bicubic"
+        "--minimum",
+        type=float,
+        metavar="X",
+        help="exit with 1 below this share (not of recall); of sharpness dB above bicubic",
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--out", metavar="FILE", help="of some metrics: also write the samples as a PNG")

@@ -91,7 +91,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     switch = partial(flag, action=argparse.BooleanOptionalAction)
     switch("--guidance-norm", help="keep the norm of each token of a guided prediction (Qwen-Image)")
     ends = ("LOW", "HIGH")
-    number("--guidance-interval", nargs=2, metavar=ends, help="guide only at sigma / alpha from LOW to HIGH")
+    number("--guidance-interval", nargs=2, metavar=ends, help="guide only at noise sigma / alpha from LOW to HIGH")
     number(
         "--churn",
         nargs=4,

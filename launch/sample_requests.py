@@ -38,12 +38,13 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="a text per line, or a .jsonl of objects with prompt, negative, seed, original_size, crop, target_size",
+        help="a text per line, or a .jsonl of objects with prompt (also negative, seed, original_size, crop, "
+        "target_size)",
     )
     content.add_argument("--text-embedding", nargs="+", metavar="FILE", help="embedded texts, as .npy files")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text of the unconditional branch of guidance")
     condition = partial(parser.add_argument, "--condition", action="append", nargs="+", metavar=("NAME", "VALUE"))
-    condition(default=[], help="of the model: a number or .npy file, for all or each text; `pooled FILE` for FLUX")
+    condition(default=[], help="another condition: a number or .npy file, for all or each text; `pooled FILE` for FLUX")
     size = partial(parser.add_argument, type=height_and_width, metavar="HxW")
     size("--original-size", help="condition of Stable Diffusion XL: pixels of the original (default: the target size)")
     parser.add_argument("--crop", type=top_and_left, metavar="TOP,LEFT", help="the same: corner of its crop (0,0)")

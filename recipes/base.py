@@ -28,11 +28,13 @@ def part(target: type, name: str, kind: type[Kind], **settings: Any) -> Callable
     def factory() -> run.Config[Kind]:
         return run.Config(kind, **copy.deepcopy(settings))
 
+    factory.__name__ = name  # for messages
     return run.cli.factory(factory, target=target, name=name)
 
 
 def named_recipe(name: str, recipe: Callable[..., run.Partial]) -> Callable[..., run.Partial]:
     """Register a recipe under a name and return it; its description is the string after the assignment."""
+    recipe.__name__ = name
     return run.cli.factory(recipe, target=pretrain, name=name)
 
 

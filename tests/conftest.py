@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 background.PRELOAD.append("tests.preload")
 FORKS.set_forkserver_preload(background.PRELOAD)
-gc.disable()  # until all modules are imported
+if "PYTEST_XDIST_WORKER" in os.environ:  # the controller collects no tests, so nothing would enable it again
+    gc.disable()  # until all modules are imported
 
 BuildModel = Callable[..., Backbone]
 DRAW = lru_cache(maxsize=4096)(init.draw)

@@ -70,7 +70,11 @@ class LayerKernels:
 
 
 class PendingResidual(NamedTuple):
-    """x + gate * (y + bias) after the last sub-layer of a layer, which the first norm of the next layer computes."""
+    """x + gate * (y + bias) after the last sub-layer of a layer, which the first norm of the next layer computes.
+
+    Attributes:
+        rows: layout of the rows of `gate_SD`.
+    """
 
     x_TD: Tensor
     y_TD: Tensor
@@ -79,10 +83,13 @@ class PendingResidual(NamedTuple):
     rows: SequenceLayout
     kernels: LayerKernels
 
-    @classmethod
-    def added(cls, x_TD: "Tensor | PendingResidual") -> Tensor:
+    @staticmethod
+    def added(x_TD: "Tensor | PendingResidual") -> Tensor:
         """Return the output of any layer as tokens."""
-        return x_TD if isinstance(x_TD, Tensor) else x_TD.kernels.residual(*x_TD[:5])
+        if isinstance(x_TD, Tensor):
+            return x_TD
+        x_TD, y_TD, gate_SD, bias_D, rows, kernels = x_TD
+        return kernels.residual(x_TD, y_TD, gate_SD, bias_D, rows)
 
 
 EAGER = LayerKernels(

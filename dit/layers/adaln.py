@@ -89,10 +89,12 @@ class SublayerModulation(NamedTuple):
 
     def norm_modulate(self, x_TD: Tensor | PendingResidual, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
         """Return x as the residual, and norm(x) * (1 + scale) + shift as the input of the sub-layer."""
-        if isinstance(x_TD, PendingResidual):
-            x_TD, y_TD, gate_SD, bias_D, rows, kernels = x_TD
+        rows = layout.level_layout
+        if isinstance(x_TD, PendingResidual) and x_TD.rows is rows:
+            x_TD, y_TD, gate_SD, bias_D, _, kernels = x_TD
             return kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, self.norm, rows)
-        return self.kernels.norm_modulate(x_TD, self.norm, layout.level_layout)
+        # A fused call has one layout, for the gate and the norm.
+        return self.kernels.norm_modulate(PendingResidual.added(x_TD), self.norm, rows)
 
     def gated_residual(self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout) -> Tensor:
         """Return x + gate * y."""

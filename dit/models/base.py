@@ -300,7 +300,8 @@ class ModelConfig(ABC):
     def layer_kind(self, layer: int) -> Hashable:
         """Return a key that is equal for layers of equal cost; by default, all layers cost the same.
 
-        FLOPs and planned times count one layer of each kind. A model of that layer without the others must run.
+        `layer` is a global index. FLOPs and planned times count one layer of each kind. A model of that layer
+        without the others must run.
         """
         return None
 

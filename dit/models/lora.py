@@ -36,7 +36,7 @@ def add_adapters(backbone: Backbone, lora: LoRAConfig, provider: LayerProvider) 
     }
     backbone.requires_grad_(False)
     targets = [layer for name, layer in linears.items() if any(fnmatchcase(name, p) for p in lora.targets)]
-    if not targets and len(backbone.stage.layers) == backbone.config.num_layers:
+    if not targets and len(backbone.stage.layers) == backbone.config.num_layers:  # a pipeline stage may have none
         raise ConfigError(
             f"model.lora.targets={lora.targets} matches no linear layer of {type(backbone).__name__}, so there is "
             f"nothing to train; its linear layers are {', '.join(linears) or 'none'}"

@@ -58,7 +58,10 @@ def select_kept(keys_S: Tensor, layout: SequenceLayout, share: float) -> Tensor:
 
 
 def shorter_layout(layout: SequenceLayout, share: float, multiple_of: int, pack_multiple_of: int) -> SequenceLayout:
-    """Return the layout of the global pack of kept tokens; samples and pack are padded to multiples of two numbers."""
+    """Return the layout of the global pack of kept tokens.
+
+    Samples are padded to a multiple of `multiple_of` tokens, and the pack to one of `pack_multiple_of`.
+    """
     kept = [expert_capacity(n, 1, 1 - share) for n in layout.level_layout.lengths]
     numbers = (0,) * len(kept) if layout.levels is None else layout.levels.numbers
     counts = (1,) * len(kept) if layout.levels is None else layout.levels.counts

@@ -143,7 +143,8 @@ class TokenStack(Backbone, Generic[Config]):
             for i in layers:
                 first = () if values_TGH is None else ((values_TGH, weights[int(i) - 1]),)
                 out = self.layers[i](x_TD, *inputs, *first)
-                x_TD, values_TGH = out if type(out) is tuple else (out, values_TGH)
+                is_output = isinstance(out, (Tensor, PendingResidual))
+                x_TD, values_TGH = (out, values_TGH) if is_output else out
                 if i == aligned:
                     x_TD = PendingResidual.added(x_TD)
                     columns_T1.append(self.alignment(x_TD, self._features(batch, joint)))

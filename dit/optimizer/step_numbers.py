@@ -40,6 +40,7 @@ class HostNumbers(NamedTuple):
         must_stop: whether any rank asks to stop after the step.
         is_good: whether loss and norm are finite and within the limits, and no gradient overflowed; otherwise, the
             device omits the update.
+        loss_scale: loss scale of the next step in fp16.
     """
 
     loss: float

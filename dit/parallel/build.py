@@ -196,7 +196,7 @@ def build_model(
     target = target_of(model, training.precision, traced.device if traced else None)
     kernels = choose(LAYERS, target, training.kernels).load()
     if training.recompute == "full" or parallel.data_parallel == "fsdp":
-        # The inputs of a layer are saved, and its parameters are freed after its forward pass.
+        # Full recompute would save two tensors per layer. FSDP frees the bias that the next layer would add.
         kernels = replace(kernels, joins_layers=False)
     provider = LayerProvider(config, groups.collection, training.linears, kernels, training.fp8)
     path = attention_path(parallel, groups, target, training.attention)
@@ -249,6 +249,7 @@ def wrap(
     """Wrap a model's chunks for data parallelism: DDP, distributed optimizer or FSDP, with fp32 gradient reduction.
 
     Forward passes must call the wrappers, because under FSDP the unwrapped chunks lack the unsharded weights.
+    Without `target`, torch adds the gradients.
     """
     config = chunks[0].config
     interleaved = len(chunks) > 1

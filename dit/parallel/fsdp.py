@@ -66,7 +66,10 @@ _PREFIX = "module."
     "so the backbone is nested",
 )
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
-    """Wrap a model with Megatron-FSDP, which shards state over data-parallel ranks and reduces gradients in fp32."""
+    """Wrap a model with Megatron-FSDP, which shards state over data-parallel ranks and reduces gradients in fp32.
+
+    With a single data-parallel rank, nothing is sharded.
+    """
     if sharding == "optim_grads_params" and not backbone.fsdp_units:
         raise ConfigError(
             f"parallel.fsdp_sharding={sharding!r} gathers and frees weights layer by layer, but "

@@ -182,6 +182,10 @@ class Probe:
         for tensor in _tensors(inputs):
             if tensor.requires_grad:
                 _readers(tensor).append(name)
+        for part in output if type(output) is tuple else (output,):
+            if isinstance(part, PendingResidual):  # the sum may overflow although its summands are finite
+                with torch.no_grad():
+                    self._check("forward", name, PendingResidual.added(part), chunk, layout, now)
         for tensor in _tensors(output):
             self._check("forward", name, tensor.detach(), chunk, layout, now)
             if tensor.requires_grad and not tensor.is_leaf:

@@ -25,7 +25,11 @@ class DropReport:
         return report
 
     def report(self, state: TrainState, total: int, groups: ProcessGroups, log: RunLog) -> None:
-        """Record an incident and print lines if samples were dropped since the last report; every rank calls this."""
+        """Record an incident and print lines if samples were dropped since the last report; every rank calls this.
+
+        Args:
+            total: number of samples dropped so far, equal on all ranks, because a collective follows if it has grown.
+        """
         reported, self._total = self._total, total
         if total == reported:
             return

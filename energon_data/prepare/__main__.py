@@ -131,7 +131,7 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
         help="the nearest size with at most this area, squares of N x N, or the nearest aspect bucket (%(default)s)",
     )
     flag("--enlarge", action="store_true", help="scale smaller pictures up to --size")
-    flag("--max-cut", type=float, default=0.5, metavar="SHARE", help="largest share of a picture to lose (%(default)s)")
+    flag("--max-cut", type=float, default=0.5, metavar="SHARE", help="skip pictures that would lose more (%(default)s)")
     flag("--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)")
     if command in WITH_VIDEOS:
         flag("--fps", type=float, help="frames per second to take (all)")

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
 import tarfile
 import tempfile
@@ -152,6 +153,18 @@ def write_energon_metadata(
         raise DataError(f"indexing the shards in {folder} did not write {absent}; is the disk full?")
 
 
+def _remove_leftovers(out: Path) -> None:
+    """Remove temporary folders of earlier runs that were killed."""
+    for leftover in out.parent.glob(f".{out.name}.tmp-*"):
+        pid = leftover.name.rpartition("-")[2]
+        try:
+            os.kill(int(pid), 0)
+        except (ProcessLookupError, ValueError):
+            shutil.rmtree(leftover, ignore_errors=True)
+        except PermissionError:
+            continue
+
+
 def check_replaceable(out: Path, *, force: bool) -> None:
     """Check that a data set may be made at `out`."""
     if out.exists() and not force:
@@ -175,8 +188,9 @@ def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
     """Yield a temporary folder that replaces `out` after the block, and is deleted if the block raises."""
     check_replaceable(out, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    _remove_leftovers(out)
+    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary

@@ -94,8 +94,8 @@ class BackgroundSource:
         if code >= 0:
             return f"ended with code {code}; see its error above"
         return (
-            f"was killed by {signal.Signals(-code).name}; if it was short of memory, set data.shuffle_buffer=100, a "
-            "smaller data.packing_buffer_size, or data.background=False"
+            f"was killed by {signal.Signals(-code).name}; if it was short of memory, set "
+            "data.background=False, or start a new run with smaller data.packing_buffer_size and data.shuffle_buffer"
         )
 
     def state(self) -> Position:

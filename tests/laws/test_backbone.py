@@ -193,7 +193,7 @@ OTHER_TOKENS = ("tread", "sprint", "sr_dit", "hunyuan_video")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counted_parameters_and_operations_equal_those_of_the_model(build: Any, name: str) -> None:
-    """Counts from the config equal those of the built model."""
+    """Counts from the config equal those of the built model; every parameter has a gradient."""
     config = config_of(name)
     model, batch = build(config), pack(config, SAMPLES)
     assert count_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
@@ -203,6 +203,7 @@ def test_counted_parameters_and_operations_equal_those_of_the_model(build: Any, 
     counted = PackFlops(config).forward(*shape, convention="hardware")
     if name not in OTHER_TOKENS:
         assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3 if name in CONVOLUTIONAL else 1e-12)
+    assert list(observed(config, model, BACKBONES[name].objective))
 
 
 def test_tokens_of_a_picture_and_of_a_second_text_are_counted_as_text(build: Any) -> None:

@@ -34,7 +34,7 @@ def cp(size: int, comm: str, split: str) -> dict:
     return {"context_parallel_size": size, "context_split": split, **scheme}
 
 
-COMMS = {2: ("p2p", "all_gather", "a2a"), 4: ("p2p", "a2a+p2p")}
+COMMS = {2: ("p2p", "all_gather", "a2a"), 4: ("p2p", "all_gather", "a2a", "a2a+p2p")}
 SCHEMES = [(size, comm, split) for size, comms in COMMS.items() for comm in comms for split in SPLITS]
 # With a sample that has fewer tokens than there are ranks, some ranks have none of its tokens.
 ATTENTION_CASES = [

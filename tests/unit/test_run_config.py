@@ -157,6 +157,9 @@ def test_a_setting_without_effect_is_refused(unused, needs):
 
 
 def test_a_hang_is_reported_before_a_collective_times_out():
+    TrainingConfig(num_steps=0).check_time_out()  # other settings are checked later
+    with pytest.raises(ConfigError, match="hang_timeout_s=1 must be"):
+        TrainingConfig(hang_timeout_s=1).check_time_out()
     assert all(TrainingConfig(hang_timeout_s=seconds).collective_timeout_s > seconds for seconds in (3, 900, 86_400))
 
 

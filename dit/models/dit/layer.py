@@ -63,6 +63,9 @@ class DiTLayer(nn.Module):
         Args:
             first: values of the first layer and their weight, see `SelfAttention`.
             rows: layout of the rows of `cond_SD`. Default: `layout`, with a row for each sample or noise level.
+
+        Returns:
+            The tokens, or with fused kernels their last residual, of which `PendingResidual.added` returns the tokens.
         """
         rows = layout if rows is None else rows
         attention_mod, mlp_mod = self.modulation(cond_SD)

@@ -12,7 +12,7 @@ from tests.support.ranks import Job, run_jobs
 # sample) add some tenths. One backward pass is sums of 32 rows for the gradients of modulations and biases (float32,
 # written and read once; an H100's cache holds them).
 BARS = {False: (16.1, 31.4), True: (26.2, 42.6)}
-KERNELS, SAVED = 29, 16
+KERNELS, SAVED = {False: 18, True: 29}, 16
 SELECTIVE = "fused, selective recompute"
 
 
@@ -33,7 +33,7 @@ def test_fused_layers_meet_the_bars(table, case):
     row = table[f"{case.name}, fused"]
     for direction, bar in zip(("forward", "backward"), BARS[case.cross]):
         assert passes(row, direction) <= bar, row[direction]["largest"]
-    assert row["forward"]["kernels"] + row["backward"]["kernels"] <= KERNELS
+    assert row["forward"]["kernels"] + row["backward"]["kernels"] <= KERNELS[case.cross]
     assert round(table[f"{case.name}, {SELECTIVE}"]["saved"]) <= SAVED
 
 

@@ -84,7 +84,8 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
     ("name", "kinds"),
     [
         ("dit", ["dense", "padded"]),
-        *(pytest.param(name, ["padded"], marks=pytest.mark.long) for name in BACKBONES if name != "dit"),
+        pytest.param("dit_cross", ["padded"], marks=pytest.mark.slow),
+        *(pytest.param(name, ["padded"], marks=pytest.mark.long) for name in BACKBONES if "dit" not in name),
         pytest.param("dit", PACKS, marks=pytest.mark.slow),
         pytest.param("wan", PACKS, marks=pytest.mark.long),
     ],

@@ -11,7 +11,8 @@ from dit.kernels.choice import Implementation
 from dit.kernels.layer_kernels import EAGER, PendingResidual
 from dit.kernels.recompute import first_run, recompute_activations
 from dit.kernels.resolve import LAYERS
-from dit.layout import SequenceLayout
+from dit.layout import CLEAN, SequenceLayout
+from dit.levels import with_levels
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
@@ -115,6 +116,21 @@ def test_joined_layers_change_no_number_and_save_no_more(build_model, config, ch
     for name, expected in gradients.items():
         assert torch.equal(others[name], expected), name
     assert as_much <= saved
+
+
+def test_joined_layers_with_several_noise_levels_change_no_number(build_model):
+    """The gate of a pending residual has a row for each level."""
+    results = []
+    for join in (False, True):
+        network = build_model(DIT, perturb=0.1)
+        network = join_layers(network) if join else network
+        batch, _ = a_pack(DIT)
+        segments = [[(4, CLEAN), (12, 0)], [], [(1, 0), (3, 1)]]
+        batch = replace(batch, layout=with_levels(batch.layout, segments))
+        out_TC = network(batch.latents_TC, torch.linspace(0.1, 0.9, 5), batch)
+        out_TC.square().sum().backward()
+        results.append([out_TC.detach(), *(p.grad for p in network.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_a_run_that_never_trained_with_such_pictures_is_refused(generator, tmp_p
 
 def test_an_unknown_class_exits_with_code_2_and_lists_the_classes(generator, tmp_path, capsys):
     for label in ("26", "ß", "-1", "goldfish"):
-        assert draw(tmp_path, f"--label={label}") == 2
+        assert draw(tmp_path, f"--labels={label}") == 2
         err = capsys.readouterr().err
         assert repr(label) in err
         assert "26 classes" in err

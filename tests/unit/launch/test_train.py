@@ -76,6 +76,7 @@ def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
         (["--factory", "tests.unit.launch.recipes_for_tests.not_a_recipe", "--yes"], ["int", "run.Partial"]),
         (["--factory", "own_data(dta='x')", "--yes"], ["own_data has no argument 'dta'", "; did you mean data?"]),
         (["--factory", "tiny_dit(size=1)", "--yes"], ["tiny_dit has no argument 'size', it takes no arguments"]),
+        (["--factory", "finetune_prx(size=1)", "--yes"], ["finetune_prx has no argument 'size'"]),
         (["--factory", OWN, "--badflag", "--yes"], ["--badflag", "--help"]),
         (["--factory", OWN, "--yess"], ["--yess", "--yes"]),
         (["--factory", OWN, "--yes=1"], ["--yes takes no value, got '1'; write only --yes"]),

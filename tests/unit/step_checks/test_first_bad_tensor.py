@@ -53,3 +53,23 @@ def test_the_tokens_between_two_layers_are_checked(one_rank_world: ProcessGroups
     prediction_TC, loss_of = training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
     loss_of(prediction_TC)[0].backward()
     assert {"forward layers.0", "backward layers.1"} <= set(probe.layers)
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_a_residual_that_overflows_belongs_to_its_layer(one_rank_world: ProcessGroups, join: bool) -> None:
+    model, settings = replace(config_of("dit"), num_layers=2), TrainingConfig(precision="fp32")
+    (network,) = build_model(model, ParallelConfig(data_parallel="ddp"), settings, one_rank_world)
+    if join:
+        join_layers(network)
+    linear, modulation = map(network.get_submodule, ("layers.0.mlp.linear_fc2", "layers.0.modulation.linear"))
+    with torch.no_grad():
+        linear.bias.fill_(3e38)  # type: ignore[union-attr, operator]
+        modulation.bias[-model.hidden_size :] = 10.0  # type: ignore[index, operator]
+    state: Any = SimpleNamespace(chunks=[network], groups=one_rank_world)
+    probe, batch = Probe(state, EDM(), (1, 1)), pack(model, [0])
+    probe._forward[0] = MicroBatch(0, batch)
+    list(probe._hooks(0, network))
+    with torch.no_grad():
+        training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
+    assert probe.first is not None
+    assert (probe.first.phase, probe.first.layer) == ("forward", "layers.0")

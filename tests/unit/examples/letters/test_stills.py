@@ -148,7 +148,7 @@ def test_the_command_has_its_exit_codes(
     assert "only one font family" in capsys.readouterr().out
     assert main(args) == 2
     assert "--force" in capsys.readouterr().err
-    killed = tmp_path / ".out.tmp"
+    killed = tmp_path / ".out.tmp-999999999"
     killed.mkdir()
     assert main([*args, "--force", "--size", "8"]) == 0
     images, _, _ = load_letters(out, "val")
