@@ -69,7 +69,7 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, limit: int = LONGEST_FILE, *, follow: bool = True) -> bytes:
-    """Read a regular file, see `open_regular`; one of more than `limit` bytes is an OSError, too."""
+    """Read a regular file, see `open_regular`; raise OSError also for a file of more than `limit` bytes."""
     with open_binary(path, follow=follow) as file:
         data = bytearray()
         # In pieces, because `read(n)` allocates n bytes at once.
@@ -283,7 +283,7 @@ class StoredArray:
     _file: IO[bytes]
 
     def read(self) -> Any:
-        """Return the array; one that is damaged or has more than `LONGEST_ARRAY` bytes is a ValueError."""
+        """Return the array; raise ValueError if it is damaged or has more than `LONGEST_ARRAY` bytes."""
         array = self._next(math.prod(self.shape))
         return array.reshape(self.shape[::-1]).T if self.is_fortran else array.reshape(self.shape)
 

@@ -131,7 +131,7 @@ def _both_sides(
     args: argparse.Namespace,
     generator: "Generator",
     new: Callable[[], FeatureRows | Moments],
-    read: Callable[[Path], Any],
+    read: Callable[[Path, str], Any],
 ) -> tuple[Any, Any, str]:
     """Return the statistics of the real pictures and of the generated ones, and the name of the feature network.
 
@@ -140,7 +140,7 @@ def _both_sides(
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
     """
     path, features = args.reference, feature_network(args, generator)
-    stored = None if path is None or path.is_dir() else read(path)
+    stored = None if path is None or path.is_dir() else read(path, features.network)
     real, drawn = new(), new()
     if path is None:
         for pair in _feature_pairs(args, generator, features):

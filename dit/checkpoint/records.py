@@ -17,7 +17,7 @@ METADATA_FILE = "metadata.json"
 
 
 def usable(path: Path | str) -> AbstractContextManager[None]:
-    """Name the file of a record whose entries are used; its hash matches, but an untrusted one can contain anything."""
+    """Raise `CheckpointError` with the file's name for invalid entries; a record with a valid hash may have them."""
     return valid_entries(path, CheckpointError, CURE)
 
 

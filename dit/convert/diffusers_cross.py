@@ -83,7 +83,9 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         if size == 128 if conditioned is None else conditioned:
             raise ConfigError("use_additional_conditions=True: PixArt-alpha of 1024 px reads sizes; use PixArt-Sigma")
         if published["caption_channels"] is None:
-            raise ConfigError(f"{self.class_name} with caption_channels=None has no text projection; ours has one")
+            raise ConfigError(
+                f"caption_channels=None (our context_size): only a {self.class_name} with texts can be converted"
+            )
         # The default is an integer number of base resolutions.
         scale = published["interpolation_scale"]
         scale = max(size // 64, 1) if scale is None else scale
@@ -245,13 +247,16 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
     }
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        patch_temporal, patch_spatial, *_ = published["patch_size"]
+        return super().read_sizes(published) | {"patch_temporal": patch_temporal, "patch_spatial": patch_spatial}
+
+    def trained(self, model: WanConfig, published: Mapping[str, Any]) -> TrainedModel:
         if published["in_channels"] > (published["out_channels"] or published["in_channels"]):
             raise ConfigError(
                 f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
                 "network also reads a picture or a control clip, which WanConfig does not; use the text-to-video one"
             )
-        patch_temporal, patch_spatial, *_ = published["patch_size"]
-        return super().read_sizes(published) | {"patch_temporal": patch_temporal, "patch_spatial": patch_spatial}
+        return super().trained(model, published)
 
     def write_sizes(self, model: WanConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {

@@ -138,10 +138,10 @@ class DiffusersFormat(Generic[Model]):
 
     Attributes:
         aliases: older names of this class, distinguished from others by `norm_type`.
-        other: arguments without effect on the network, or with several values for one network; all others must have the
-            values that `write` returns for the model.
+        other: arguments without effect on the network, or with several values for one network, as `mlp_ratio`; others
+            must have the values that `write` returns for the model.
         same: diffusers' names of settings with equal values, by ours.
-        free: settings of ours that the class has, but its `config.json` has not, or not exactly.
+        free: our settings that a model may have with any value, though `config.json` does not store them exactly.
         has_outputs: whether `out_channels` of the class is our setting of this name.
         names: diffusers' names of layers by ours, as in `layer_rules`.
         stored_tables: whether files contain the results of `tables`.
@@ -297,7 +297,8 @@ class DiffusersFormat(Generic[Model]):
                 f"{kind}: {', '.join(names)}" for kind, names in (("unknown", unknown), ("unsupported", wrong)) if names
             )
             raise ConfigError(
-                f"{self.class_name} with settings that {self.config_class.__name__} does not support; {faults}"
+                f"{self.class_name} with settings that {self.config_class.__name__} does not support; {faults}; "
+                "such weights cannot be imported"
             )
         if not isinstance(trained.objective, FlowMatching):
             return trained

@@ -11,6 +11,7 @@ from typing import Any
 from dit.convert.diffusers_format import LatentSize, TrainedModel, patches
 from dit.convert.diffusers_streams import FEED_FORWARD, JOINT, DiffusersStreams
 from dit.convert.rules import ByHead, Form
+from dit.errors import ConfigError
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.objectives.flow_matching import FlowMatching
 
@@ -60,7 +61,9 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     sampling: Mapping[str, Any] = {"solver": "euler", "num_steps": 50, "guidance_scale": 6.0}
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        return super().read_sizes(published) | {"image_to_video": TASKS.get(published["task_type"], False)}
+        if (task := published["task_type"]) not in TASKS:
+            raise ConfigError(f"task_type={task!r}; supported tasks are {', '.join(TASKS)}")
+        return super().read_sizes(published) | {"image_to_video": TASKS[task]}
 
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:
         side = published["target_size"] // PIXELS

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dit.convert.diffusers_format import LatentSize, patches
+from dit.convert.diffusers_format import LatentSize, TrainedModel, patches
 from dit.convert.diffusers_streams import FEED_FORWARD, JOINT, DiffusersStreams, embedder_names
 from dit.convert.rules import TRAIN_THAT_WAY, Form, SwappedHalves
 from dit.errors import ConfigError
@@ -27,6 +27,7 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
 
     class_name = "SD3Transformer2DModel"
     config_class = SD3Config
+    other = ("sample_size",)
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "patch_spatial": "patch_size",
@@ -62,6 +63,10 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
             "qk_layernorm": published["qk_norm"] is not None,
             "position_crop": [published["pos_embed_max_size"], published["sample_size"] // published["patch_size"]],
         }
+
+    def trained(self, model: SD3Config, published: Mapping[str, Any]) -> TrainedModel:
+        side = published["sample_size"] // model.patch_spatial * model.patch_spatial
+        return super().trained(model, {**published, "sample_size": side})
 
     def write_sizes(self, model: SD3Config, latent_size: LatentSize) -> dict[str, Any]:
         if model.pooled_size is None or model.position_crop is None:

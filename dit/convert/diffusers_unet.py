@@ -73,6 +73,11 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
     def trained(self, model: LDMUNetConfig, published: Mapping[str, Any]) -> TrainedModel:
+        if published["out_channels"] > published["in_channels"]:
+            raise ConfigError(
+                f"out_channels={published['out_channels']} is above in_channels={published['in_channels']}; ours has "
+                "no more output than input channels, so such weights cannot be imported"
+            )
         if model.control_channels == model.in_channels + 1:
             raise ConfigError(
                 f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
@@ -94,12 +99,22 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         depths = [depths] * len(channels) if isinstance(depths, int) else depths
         if len(depths) != len(channels) or not all(isinstance(depth, int) for depth in depths):
             raise ConfigError(
-                f"transformer_layers_per_block={depths}; ours has one number for each of {len(channels)} resolutions"
+                f"transformer_layers_per_block={depths}: ours has one number for each of {len(channels)} resolutions; "
+                "such weights cannot be imported"
             )
         with_text = [kind == DOWN[1] for kind in published["down_block_types"]]
         # In spite of its name, `attention_head_dim` is the number of heads.
         heads, inputs = published["attention_head_dim"], published["projection_class_embeddings_input_dim"]
-        head_size = channels[0] // heads[0] if isinstance(heads, list) else None
+        names = ("in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size")
+        numbers = {name: published[name] for name in (*names, "norm_num_groups")}
+        if not isinstance(heads, list):
+            numbers["attention_head_dim"] = heads
+        if wrong := [f"{name}={value!r}" for name, value in numbers.items() if not isinstance(value, int)]:
+            raise ConfigError(
+                f"{self.class_name} with {', '.join(wrong)}: ours has one integer for all resolutions; set sample_size "
+                "in config.json to the side of the latents; weights with other such settings cannot be imported"
+            )
+        head_size = channels[-1] // heads[-1] if isinstance(heads, list) else None
         has_pooled = {name: published[name] for name in ADDED} == ADDED
         pooled = inputs - LENGTHS * LENGTH_FEATURES if has_pooled else None
         return LDMUNetConfig(

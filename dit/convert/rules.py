@@ -367,8 +367,8 @@ def check_table(name: str, stored: Tensor, computed: Tensor) -> None:
         )
 
 
-TRAIN_THAT_WAY = "only a model trained that way can be exported"
-"""Cure for settings that the other code base does not support."""
+TRAIN_THAT_WAY = "only a model with those settings can be converted"
+"""Cure for settings that the other code base does not support; an import also checks the export of its model."""
 
 
 def require(fault: str, settings: Mapping[str, Any], supported: Mapping[str, Any], cure: str) -> None:

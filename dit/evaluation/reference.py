@@ -3,6 +3,7 @@
 * `mu [D]`, `sigma [D, D]`: mean and covariance of features, for FID, as pytorch-fid, clean-fid, EDM and ADM write them
 * `feats [N, D]`: features, for KID, as clean-fid writes them
 * `arr_0 [N, H, W, 3]`: pictures as bytes, as ADM writes them
+* `network`, `pictures`: name of the feature network and number of pictures; only in files of an earlier version
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ MOST_FEATURES = 16384
 MOST_PIXELS = 1 << 28
 
 
-def read_gaussian(path: Path) -> Optional[Gaussian]:
+def read_gaussian(path: Path, network: str) -> Optional[Gaussian]:
     """Read mean and covariance; None if the file has only pictures."""
     with _arrays(path) as arrays:
         if not {"mu", "sigma"} <= arrays.keys():
@@ -34,12 +35,17 @@ def read_gaussian(path: Path) -> Optional[Gaussian]:
         (width,), shape = _numbers(path, arrays, "mu", 1), _numbers(path, arrays, "sigma", 2)
         if shape != (width, width):
             raise ConfigError(f"{path}: mu has {width} features and sigma has shape {list(shape)}; compute it again")
+        count = _check_network(path, arrays, network)
         mean, covariance = (_finite(path, name, arrays[name].read()) for name in ("mu", "sigma"))
-    return Gaussian(mean, (covariance + covariance.T) / 2)
+    if not torch.allclose(covariance, covariance.T, rtol=0, atol=1e-3 * float(covariance.abs().max())):
+        raise ConfigError(f"{path}: sigma is not symmetric, so it is no covariance; compute it again")
+    if covariance.diagonal().min() < 0:
+        raise ConfigError(f"{path}: sigma has a negative variance, so it is no covariance; compute it again")
+    return Gaussian(mean, (covariance + covariance.T) / 2, count)
 
 
-def read_features(path: Path) -> Optional[Tensor]:
-    """Read features `[N, D]`, float64; None if the file has only pictures. Errors as `read_gaussian`."""
+def read_features(path: Path, network: str) -> Optional[Tensor]:
+    """Read features `[N, D]`, float64; None if the file has only pictures. Arguments and errors as `read_gaussian`."""
     with _arrays(path) as arrays:
         if "feats" not in arrays:
             if PICTURES in arrays:
@@ -49,6 +55,7 @@ def read_features(path: Path) -> Optional[Tensor]:
                 f"{PICTURES}, because mean and covariance do not determine it"
             )
         _numbers(path, arrays, "feats", 2)
+        _check_network(path, arrays, network)
         return _finite(path, "feats", arrays["feats"].read())
 
 
@@ -95,6 +102,17 @@ def _finite(path: Path, name: str, array: Any) -> Tensor:
     if bad := int((~values.isfinite()).sum()):
         raise ConfigError(f"{path}: {bad:,} of {values.numel():,} numbers of {name} are not finite; compute it again")
     return values
+
+
+def _check_network(path: Path, arrays: dict[str, StoredArray], network: str) -> Optional[int]:
+    """Check that features are of this network, if the file names one; return the number of pictures, if recorded."""
+    if "network" in arrays and (recorded := str(arrays["network"].read())) != network:
+        raise ConfigError(
+            f"{path} has the features of {recorded!r:.200}, and --features is {network}; give the same network, or "
+            "pictures as --reference"
+        )
+    count = arrays.get("pictures")
+    return None if count is None or (count.shape, count.dtype.kind) != ((), "i") else int(count.read())
 
 
 def _names(arrays: dict[str, StoredArray]) -> str:

@@ -81,14 +81,18 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"use_meanflow": True}, "use_meanflow=True"),
         ({"qk_norm": "layer_norm"}, "qk_norm='layer_norm'"),
         ({"in_channels": 8}, r"in_channels=8 \(only 9\)"),
-        ({"task_type": "sr"}, "task_type"),
+        ({"task_type": "sr"}, "task_type='sr'; supported tasks are t2v, i2v"),
     ],
     "unet": [
         ({"use_linear_projection": True}, "use_linear_projection=True"),
         ({"addition_embed_type": "text_time"}, "addition_embed_type='text_time'"),
         ({"attention_head_dim": [2, 4, 8]}, r"head_dim=\[2, 4, 8\] \(only \["),
-        ({"transformer_layers_per_block": [1, 2]}, r"per_block=\[1, 2\]; ours has one number for each of 3"),
-        ({"out_channels": 8}, r"in_channels=4 \(only 8\)"),
+        ({"transformer_layers_per_block": [1, 2]}, r"per_block=\[1, 2\]: ours has one number for each of 3"),
+        ({"out_channels": 8}, "out_channels=8 is above in_channels=4"),
+        ({"layers_per_block": [1, 1, 1]}, r"layers_per_block=\[1, 1, 1\]: ours has one integer"),
+        ({"attention_head_dim": None, "norm_num_groups": None}, "norm_num_groups=None, attention_head_dim=None: ours"),
+        ({"sample_size": None}, "sample_size=None: ours has one integer"),
+        ({"sample_size": 64.0}, "sample_size=64.0: ours has one integer"),
         ({"up_block_types": ["CrossAttnUpBlock2D"] * 3}, "up_block_types="),
         ({"down_block_types": ["AttnDownBlock2D"] * 3}, "down_block_types="),
         ({"in_channels": 9}, "in_channels=9 are those of an inpainting model"),
@@ -175,6 +179,23 @@ def test_unsupported_settings_are_refused(name: str, change: dict, message: str)
 def test_a_model_without_a_diffusers_form_is_refused(model: ModelConfig, change: dict) -> None:
     with pytest.raises(ConfigError, match=f"does not support this model: .*{next(iter(change))}="):
         format_of_model(model).write_settings(replace(model, **change), (1, 8, 8))
+
+
+def test_only_full_patches_of_the_size_of_stable_diffusion_3_matter() -> None:
+    family = FAMILIES["sd3.5_medium"]
+    external = family.small(sample_size=17)
+    imported = family.form.read_settings(external.config)
+    assert imported == family.form.read_settings(family.small(sample_size=16).config)
+    rules = family.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    assert {*rules.tables} <= external.state_dict().keys()
+    rules.from_external(external.state_dict())
+
+
+def test_a_wan_model_with_fewer_output_channels_has_settings() -> None:
+    """An import of these settings is refused, because such a network reads other inputs, too."""
+    model = WanConfig(out_channels=8)
+    settings, _ = format_of_model(model).write_settings(model, (1, 8, 8))
+    assert (settings["in_channels"], settings["out_channels"]) == (16, 8)
 
 
 @pytest.mark.parametrize("ffn_size", [60, 61, 7])

@@ -48,6 +48,7 @@ SIZES["xl"] = LDMUNetConfig(
     pooled_size=6,
     null_text="zeros",
 )
+SIZES["large heads"] = replace(SIZES["xl"], block_out_channels=[20, 40, 80], head_size=8)  # 20 is no multiple
 SIZES["control"] = replace(SIZES["deep"], control_channels=2, transformer_layers=[1, 0])
 LATENT_SIZE = (1, 8, 8)
 

@@ -94,12 +94,15 @@ class Copies:
                 self.report_failure(step, error=self.error)
 
 
-def copy(root: str, config: CheckpointConfig, owner: Owner, known: dict[int, Copy]) -> int:
-    """Copy all complete checkpoints, with retries; return the number of copied bytes. `known`: see `RemoteStore`."""
+def copy(root: str, config: CheckpointConfig, owner: Owner, recent_copies: dict[int, Copy]) -> int:
+    """Copy all complete checkpoints, with retries; return the number of copied bytes.
+
+    `recent_copies`: see `RemoteStore`.
+    """
     assert config.copy_to is not None
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            remote = RemoteStore(config.copy_to, known)
+            remote = RemoteStore(config.copy_to, recent_copies)
             remote.claim(owner)
             return copy_all(CheckpointStore(root, config), remote)
         except CheckpointError:
@@ -110,12 +113,12 @@ def copy(root: str, config: CheckpointConfig, owner: Owner, known: dict[int, Cop
 
 
 def execute(
-    order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner, known: dict[int, Copy]
+    order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner, recent_copies: dict[int, Copy]
 ) -> dict[str, Any]:
     """Execute a request, and return the reply: step, bytes, seconds, and the error or None."""
     began, size, error = time.monotonic(), 0, None
     try:
-        size = copy(root, config, owner, known)
+        size = copy(root, config, owner, recent_copies)
     except Exception as failure:  # the training process logs it and continues
         error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
     return {"step": order["step"], "bytes": size, "error": error, "seconds": time.monotonic() - began}
@@ -134,7 +137,7 @@ def main() -> None:
     control, settings = connection_and_settings()
     threading.Thread(target=end_with, args=(control,), daemon=True).start()
     config, owner = CheckpointConfig(**settings["config"]), Owner(**parse_yaml(settings["owner"]))
-    serve(control, partial(execute, root=settings["root"], config=config, owner=owner, known={}))
+    serve(control, partial(execute, root=settings["root"], config=config, owner=owner, recent_copies={}))
 
 
 if __name__ == "__main__":

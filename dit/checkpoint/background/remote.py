@@ -71,10 +71,10 @@ class RemoteStore:
     Methods raise `CheckpointError` if the store cannot be read or written.
 
     Args:
-        known: copies that this process has read or written, by step; their manifests are not read again.
+        recent_copies: copies that this process has read or written, by step; their manifests are not read again.
     """
 
-    def __init__(self, address: str, known: Optional[dict[int, Copy]] = None) -> None:
+    def __init__(self, address: str, recent_copies: Optional[dict[int, Copy]] = None) -> None:
         import fsspec  # imported here because few runs need it
 
         options: dict[str, Any] = {"skip_instance_cache": True}
@@ -90,7 +90,7 @@ class RemoteStore:
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{address} cannot be used: {error}") from error
         self._root = root.rstrip("/")
-        self._known = {} if known is None else known
+        self._recent_copies = {} if recent_copies is None else recent_copies
 
     def owner(self) -> Optional[Owner]:
         """Return the run that the address belongs to; None if the address is empty."""
@@ -152,7 +152,10 @@ class RemoteStore:
         return manifest if manifest.step == step else None
 
     def copies(self) -> dict[int, Optional[Copy]]:
-        """Return all copies by step, None for unusable ones; reads only manifests of copies that are not known."""
+        """Return all copies by step, None for unusable ones.
+
+        This reads only manifests of copies that this process has neither read nor written.
+        """
         objects: dict[int, set[str]] = {}
         for path in self._sizes():
             folder, _, name = path.partition("/")
@@ -161,9 +164,9 @@ class RemoteStore:
         copies: dict[int, Optional[Copy]] = {}
         for step, names in sorted(objects.items()):
             complete = MANIFEST in names and DAMAGED not in names
-            if complete and step not in self._known and (manifest := self.manifest(step)) is not None:
-                self._known[step] = Copy.of(manifest)
-            copies[step] = self._known.get(step) if complete else None
+            if complete and step not in self._recent_copies and (manifest := self.manifest(step)) is not None:
+                self._recent_copies[step] = Copy.of(manifest)
+            copies[step] = self._recent_copies.get(step) if complete else None
         return copies
 
     def _sizes(self, folder: str = "") -> dict[str, int]:
@@ -197,13 +200,13 @@ class RemoteStore:
                 for name, record in manifest.files.items()
                 if existing_files.get(name) != record or sizes.get(name) != record.size_bytes
             )
-            self._known.pop(manifest.step, None)
+            self._recent_copies.pop(manifest.step, None)
             if existing is not None and changed:
                 self._try(self._files.rm_file, self._path(manifest.step, MANIFEST))
             for name in changed:
                 self._try(self._files.put_file, str(folder / name), self._path(manifest.step, name))
             self._try(self._files.pipe_file, self._path(manifest.step, MANIFEST), text)
-        self._known[manifest.step] = Copy.of(manifest)
+        self._recent_copies[manifest.step] = Copy.of(manifest)
         return sum(manifest.files[name].size_bytes for name in changed) + len(text)
 
     def get(self, manifest: Manifest, folder: Path) -> None:

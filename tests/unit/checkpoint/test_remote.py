@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -144,6 +145,19 @@ def test_only_the_first_save_reads_all_manifests(many):
     _, third = requests_of(bucket, lambda: copy_all(store, remote))
     assert not any(path.endswith(MANIFEST) for method, path in third if method == "GET")
     assert RemoteStore(ADDRESS).steps() == [7, 15, MANY, MANY + 1, MANY + 2]
+
+
+def test_the_process_reads_manifests_once(many):
+    bucket, store = many
+    RemoteStore(ADDRESS).put_owner(MINE)
+    memory, config, read = {}, CheckpointConfig(copy_to=ADDRESS, keep_last=3, keep_every=1), []
+    for step in (MANY + 1, MANY + 2):
+        save(store, step)
+        copying = partial(copies_module.execute, {"step": step}, str(store.root), config, MINE, memory)
+        reply, requests = requests_of(bucket, copying)
+        assert reply["error"] is None
+        read.append(sum(method == "GET" and path.endswith(MANIFEST) for method, path in requests))
+    assert read == [MANY, 0]
 
 
 def test_a_start_reads_one_manifest(many, tmp_path):

@@ -16,6 +16,7 @@ from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
 from dit.evaluation.reference import read_features, read_gaussian, read_pictures
 from tests.unit.evaluation.test_distances import random
 
+NETWORK = "a network"
 FEATURES = random(30, 5)
 MU, SIGMA = FEATURES.mean(0).numpy(), torch.cov(FEATURES.T).numpy()
 
@@ -25,9 +26,9 @@ def saved(path: Path, save: Callable[..., None] = np.savez, **arrays: Any) -> Pa
     return path
 
 
-def one_line(path: Path, read: Callable[[Path], Any] = read_gaussian) -> str:
+def one_line(path: Path, read: Callable[[Path, str], Any] = read_gaussian) -> str:
     with pytest.raises(ConfigError) as caught:
-        read(path)
+        read(path, NETWORK)
     assert "\n" not in str(caught.value)
     assert path.name in str(caught.value)
     return str(caught.value)
@@ -39,7 +40,7 @@ def test_published_statistics_equal_those_of_the_features(tmp_path: Path, save: 
     """As pytorch-fid, clean-fid and EDM write them, compressed or not; other arrays of the file are not read."""
     others = {"mu_s": np.zeros(3), "arr_0": np.zeros((1, 2, 2, 3), np.uint8)}
     path = saved(tmp_path / "x.npz", save, mu=MU, sigma=np.asarray(SIGMA, order=order), **others)
-    gaussian = read_gaussian(path)
+    gaussian = read_gaussian(path, NETWORK)
     assert gaussian is not None
     assert gaussian.count is None
     moments = Moments()
@@ -48,13 +49,26 @@ def test_published_statistics_equal_those_of_the_features(tmp_path: Path, save: 
     shifted = Gaussian(gaussian.mean + 2, gaussian.covariance)
     assert frechet_distance(gaussian, shifted) == pytest.approx(5 * 2**2)
     path = saved(tmp_path / "y.npz", save, feats=np.asarray(FEATURES.numpy(), order=order))
-    feats = read_features(path)
+    feats = read_features(path, NETWORK)
     assert feats is not None
     assert torch.equal(feats, FEATURES)
 
 
-NAN = SIGMA.copy()
+def test_files_of_an_earlier_version_have_a_network_and_a_number_of_pictures(tmp_path: Path) -> None:
+    statistics = {"mu": MU, "sigma": SIGMA, "feats": FEATURES.numpy()}
+    path = saved(tmp_path / "x.npz", **statistics, network=np.array(NETWORK), pictures=np.array(30))
+    gaussian = read_gaussian(path, NETWORK)
+    assert gaussian is not None
+    assert gaussian.count == 30
+    assert read_features(path, NETWORK) is not None
+    path = saved(tmp_path / "y.npz", **statistics, network=np.array("another"), pictures=np.array(np.inf))
+    for read in (read_gaussian, read_features):
+        assert "has the features of 'another', and --features is a network; give the same" in one_line(path, read)
+
+
+NAN, TILTED = SIGMA.copy(), SIGMA.copy()
 NAN[1, 2] = NAN[2, 1] = np.nan
+TILTED[0, 1] += 0.5
 
 
 @pytest.mark.parametrize(
@@ -63,6 +77,8 @@ NAN[1, 2] = NAN[2, 1] = np.nan
         ({"mu": MU[:4], "sigma": SIGMA}, r"mu has 4 features and sigma has shape \[5, 5\]"),
         ({"mu": MU, "sigma": NAN}, "2 of 25 numbers of sigma are not finite"),
         ({"mu": MU * np.inf, "sigma": SIGMA}, "5 of 5 numbers of mu are not finite"),
+        ({"mu": MU, "sigma": TILTED}, "sigma is not symmetric, so it is no covariance"),
+        ({"mu": MU, "sigma": -SIGMA}, "sigma has a negative variance"),
         ({"mu": MU[None], "sigma": SIGMA}, "expected floating-point numbers with 1 axis"),
         ({"mu": MU.astype(int), "sigma": SIGMA}, "mu is int64"),
         ({"mu": MU}, "holds mu; FID needs mu and sigma, or pictures as arr_0"),
@@ -110,8 +126,8 @@ def test_arrays_of_an_archive_must_have_the_length_in_their_header(tmp_path: Pat
 def test_pictures_are_read_in_blocks(tmp_path: Path) -> None:
     pictures = np.arange(5 * 4 * 6 * 3, dtype=np.uint8).reshape(5, 4, 6, 3)
     path = saved(tmp_path / "x.npz", np.savez_compressed, arr_0=pictures)
-    assert read_gaussian(path) is None
-    assert read_features(path) is None
+    assert read_gaussian(path, NETWORK) is None
+    assert read_features(path, NETWORK) is None
     blocks = list(read_pictures(path, 2))
     assert [len(block) for block in blocks] == [2, 2, 1]
     assert np.array_equal(torch.cat(blocks).movedim(1, 3).numpy(), pictures)

@@ -253,6 +253,7 @@ def test_a_record_survives_json_for_each_format(form):
     none: dict[str, Any] = {name: [] if isinstance(value, list) else None for name, value in added.items()}
     assert from_record(older, form.config_class) == replace(trained, **none)
     assert build(SamplingConfig, again.sampling, "sampling") == sampling
+    assert from_record(to_record(trained) | {"notes": ["all is well"]}, form.config_class).notes == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", "[]"])

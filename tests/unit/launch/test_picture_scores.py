@@ -174,6 +174,7 @@ def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
     drawn = colours_of(generator.generate(labels)[:, :, 0].expand(-1, 3, -1, -1))
     np.savez(tmp_path / "pictures.npz", arr_0=pictures.numpy())
     folder = save_folder(tmp_path / "pictures", pictures)
+    network = load_features(colours, torch.device("cpu")).network
     recall = precision_recall(real, drawn)[1]
     expected = {
         "fid": frechet_distance(gaussian_of(real), gaussian_of(drawn)),
@@ -185,7 +186,7 @@ def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
         words = ["--metric", name, "--features", str(colours), "--count", "3", "--reference"]
         out = tmp_path / f"{name}.npz"
         numbers = {"mu": real.mean(0), "sigma": torch.cov(real.T)} if name == "fid" else {"feats": real}
-        np.savez(out, **{key: value.numpy() for key, value in numbers.items()})
+        np.savez(out, network=network, **{key: value.numpy() for key, value in numbers.items()})
         for reference in (folder, tmp_path / "pictures.npz", out):
             found = measure(arguments(*words, str(reference)), generator)
             unknown = name == "fid" and reference == out
@@ -193,7 +194,7 @@ def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
                 name: pytest.approx(expected[name], rel=1e-4),
                 "pictures": 9,
                 "features": 6,
-                "network": load_features(colours, torch.device("cpu")).network,
+                "network": network,
                 "reference": str(reference),
                 "reference_pictures": None if unknown else 70,
             }
