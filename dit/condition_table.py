@@ -125,7 +125,7 @@ TABLE = (
 
 
 def match_conditions(wanted: Sequence[Condition], stored: Optional[Collection[str]]) -> list[str]:
-    """Check that the data have the conditions of a model; return a line about others that it does not take, if any.
+    """Check that the data have the conditions of a model; return a line about others that it does not read, if any.
 
     Args:
         stored: names of the stored values; None if they are unknown or generated on demand.

@@ -57,7 +57,7 @@ class Condition:
             It may be outside the limits. A text with a default is optional: samples that store none have no token.
         limits: valid values of a number.
         derive: computes the value of a sample that stores none from its latent `[C, T, H, W]`; None: not possible.
-        stored_as: names in a sample, by default `name` (`replace` keeps those of the original); the first existing
+        stored_as: names in a sample, by default `name` (after `replace`, still the original name); the first existing
             one is used. A number is a key of the metadata; an array is a part (`NAME.npy` or `NAME.safetensors`) or,
             per sample, a list in the metadata.
         setting: setting of the model that requires the condition, for messages.

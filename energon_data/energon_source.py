@@ -172,8 +172,9 @@ class EnergonSource:
                 reader.streams = 1
         elif not self._settings["interleaved"]:
             raise DataError(
-                "the position in the data was saved when streams read blocks of all shards, but dataset.json now "
-                "states a random order (name, prepared); restore dataset.json, or start a new run from these weights"
+                "the position in the data was saved when streams read blocks of all shards, but dataset.json now says "
+                "that samples are in random order (name, prepared), so streams would read others; restore "
+                "dataset.json, or start a new run from these weights (another training.run_dir, checkpoint.start_from)"
             )
         return saved
 

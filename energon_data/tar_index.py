@@ -30,7 +30,7 @@ READ_ERROR = "__read_error__"
 """Name of the part with the reason why a sample could not be read."""
 
 _OPEN_SHARDS = 32
-_BLOCK_SAMPLES = 32  # read one after another, for disks and file systems that read ahead
+_BLOCK_SAMPLES = 32  # consecutive samples, so that disks and file systems can read ahead
 _LONGEST_HEADER = 1 << 20  # bytes of a long name or of a pax header
 _LONG_HEADERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME,
                  tarfile.GNUTYPE_LONGLINK)  # fmt: skip
@@ -41,7 +41,7 @@ class UnusualTarError(Exception):
 
 
 def parse_members(data: Bytes) -> list[tuple[str, Bytes]]:
-    """Return name and content of the regular files in a section of a ustar archive; contents of a view are views.
+    """Return name and content of the regular files in a section of a ustar archive; contents of views are views.
 
     Raises:
         ValueError: a header does not match its checksum, or the section ends inside a member.
@@ -88,7 +88,7 @@ class _Member(tarfile.TarInfo):
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _LONG_HEADERS and self.size > _LONGEST_HEADER:
-            raise tarfile.ReadError(f"a header of {self.size:,} bytes, at most {_LONGEST_HEADER:,}")
+            raise tarfile.ReadError(f"a header has {self.size:,} bytes; the limit is {_LONGEST_HEADER:,}")
         member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
         return member
 
@@ -161,7 +161,7 @@ def sample_of(data: bytes | memoryview) -> tuple[str, dict[str, Any]]:
     """Return name and parts of a sample from its bytes in a shard; supports tar extensions.
 
     Raises:
-        ValueError, tarfile.TarError: the bytes are damaged, or have not one sample.
+        ValueError, tarfile.TarError: the bytes are damaged, or hold no sample or several.
     """
     try:
         return group_members(parse_members(data))
@@ -180,10 +180,10 @@ def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
 
 
 def spread_order(count: int) -> np.ndarray:
-    """Return the numbers below `count` in an order of which every first part is spread evenly over them.
+    """Return the numbers below `count` in an order whose first n numbers, for every n, are spread evenly.
 
-    No gap between neighbours is twice as long as between equally many numbers at equal distances: the order is that of
-    the multiples of the golden ratio modulo 1.
+    Gaps between them are shorter than 2 * count / n, because the order is that of the multiples of the golden ratio
+    modulo 1.
     """
     order = np.empty(count, np.int64)
     order[np.argsort(np.arange(count) * ((5**0.5 - 1) / 2) % 1)] = np.arange(count)
@@ -191,9 +191,10 @@ def spread_order(count: int) -> np.ndarray:
 
 
 def interleaved(index: int, count: int, streams: int) -> int:
-    """Return the position of a sample if each of `streams` equal parts of the numbers takes blocks from everywhere.
+    """Return the position, in the order of the shards, of the sample that Energon numbers `index`.
 
-    Of 12 samples, 2 streams and blocks of 2:
+    Energon gives each of `streams` a contiguous part of the numbers. Blocks of consecutive positions belong to the
+    parts in turn, so each stream reads from all shards. Of 12 samples, 2 streams and blocks of 2:
 
         index      0 1 2 3  4  5 | 6 7 8 9 10 11
         position   0 1 4 5  8  9 | 2 3 6 7 10 11
@@ -201,7 +202,7 @@ def interleaved(index: int, count: int, streams: int) -> int:
     block = min(max(count // (16 * streams), 1), _BLOCK_SAMPLES)
     blocks = count // block
     number, offset = divmod(index, block)
-    if number == blocks:  # the rest
+    if number == blocks:  # samples after the last complete block
         return index
     size, longer = divmod(blocks, streams)  # the first `longer` streams have one more block
     if number < longer * (size + 1):
@@ -247,7 +248,7 @@ class SampleReader:
         return entry
 
     def _read(self, number: int, position: int) -> tuple[str, dict[str, bytes | memoryview]]:
-        """Read a sample; its arrays are views of the read buffer."""
+        """Read a sample; `.npy` parts are views of the buffer."""
         descriptor, offsets = self._shard(number)
         start, end = int(offsets[position]), int(offsets[position + 1])
         data, count = memoryview(np.empty(end - start, np.uint8).data), 0

@@ -43,11 +43,11 @@ from energon_data.tar_index import READ_ERROR, SampleReader
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """Options of converting samples to micro-batches; others are settings of the same names in `EnergonData`.
+    """Options of the conversion of samples to micro-batches. Fields that are not listed are settings of `EnergonData`.
 
     Attributes:
         max_samples: number of samples of a held-out pass, spread over the split; None for the complete split.
-        shuffled_in_pass: samples of one pass over a data set that are shuffled in memory; 0 for the stored order.
+        shuffled_in_pass: size of the buffer that shuffles the samples of a pass (`_ShuffledPasses`); 0 for none.
         cost_limit: limit of the work of a pack; None for no limit.
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
@@ -73,16 +73,16 @@ class EncoderOptions:
 class _ShuffledPasses(ShuffleBufferDataset):
     """Endless passes over a data set, each shuffled separately.
 
-    At the end of a pass, a sample of the next one is read for each sample that is drawn:
+    Near the end of a pass, samples of the next pass replace those that are drawn. They are drawn after the pass:
 
-        buffer   7 7 7 7 8 8 8      the pass of each sample: draw one of the 7s, then read one more 8
+        buffer   7 7 7 7 8 8 8      pass of each sample: one of the 7s is drawn, then one more 8 is read
     """
 
     _savable_fields = ("_active_buffer", "_worker_rng", "_passes", "_pass")
 
     def reset_state_own(self) -> None:
         super().reset_state_own()
-        self._passes, self._pass = list[int](), 0  # of each buffered sample, and of the next one
+        self._passes, self._pass = list[int](), 0  # of each buffered sample, and of the sample that is read next
 
     @patches(
         "megatron-energon 7.4",
@@ -146,7 +146,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         why="its reader takes more time than decoding a small sample",
     )
     def build_cook_crude_sample(self, dataset: SavableDataset, **kwargs: Any) -> SavableDataset[Clip]:
-        """Use `SampleReader`, and one step instead of Energon's three, whose overhead is as large as the work."""
+        """Read by `SampleReader`, in one `MapDataset` instead of Energon's three, which take as long as the work."""
         raw = dataset.dataset
         spread = self.options.max_samples is not None
         config, size = kwargs["worker_config"], self.options.shuffled_in_pass
@@ -164,7 +164,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return _ShuffledPasses(clips, size, worker_config=config) if size else clips
 
     def load_clip(self, raw: Any, *, worker_config: WorkerConfig) -> Clip:
-        """Return `clip_of` a sample of Energon's reader; raises `SkipSample` if it is dropped."""
+        """Return `clip_of` a raw sample; raise `SkipSample` if it is dropped."""
         sample = raw.data[0]
         # Energon restores the number of a sample with the sample, so a resumed run makes the same draws.
         number = worker_config.active_worker_sample_index
@@ -256,7 +256,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         side = spec.patch_spatial * spec.side_multiple
         if frames % spec.patch_temporal or height % side or width % side:
             multiple = spec.side_multiple
-            levels = "" if multiple == 1 else f" whose numbers along H and W are multiples of {multiple}"
+            levels = "" if multiple == 1 else f", whose numbers along H and W must be multiples of {multiple}"
             raise SampleError(
                 "wrong_shape",
                 f"a {name} of {frames} x {height} x {width} (T x H x W) cannot be cut into patches of "
@@ -265,7 +265,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return latent, (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
 
     def build_encode_sample(self, dataset: SavableDataset, *, worker_config: WorkerConfig) -> SavableDataset:
-        """Return `dataset`: `load_clip` encodes."""
+        """Return `dataset` unchanged, because `load_clip` encodes."""
         return dataset
 
     def build_batch(
@@ -303,8 +303,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         lengths = [padded_length(c.num_tokens, self.options.pack_multiple_of) for c in samples]
         bins = greedy_knapsack(lengths, capacity) if limit is None else balanced_packs(lengths, capacity, limit)
         packs = [[samples[i] for i in items] for items in bins]
-        # Packs of long samples come first; sorting by sample id removes this trend from the stream. A large buffer of
-        # few samples gives the same pack many times; copies get different ids, so that they are not adjacent.
+        # Packs of long samples come first; sorting by the sum of the sample ids removes this trend from the stream. A
+        # large buffer of few samples gives the same pack many times; copies have other ids, so they are not adjacent.
         seen: Counter[tuple[str, ...]] = Counter()
         order = []
         for i, pack in enumerate(packs):
@@ -329,6 +329,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
 
 def worker_config(*, stream: int, num_streams: int, seed: int) -> WorkerConfig:
-    """Return Energon's worker configuration of one global stream, without workers and error handling."""
+    """Return Energon's worker configuration of one global stream, without worker processes; errors are raised."""
     config = WorkerConfig(rank=stream, world_size=num_streams, num_workers=0, seed_offset=seed)
     return replace(config, global_error_handler=reraise_exception, restore_error_handler=reraise_exception)

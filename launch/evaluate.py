@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--minimum",
         type=float,
         metavar="X",
-        help="exit with 1 below this share (not of recall); of sharpness dB above bicubic",
+        help="exit with 1 below this share, precision, score of CLIP, or dB above bicubic (sharpness)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--out", metavar="FILE", help="of some metrics: also write the samples as a PNG")

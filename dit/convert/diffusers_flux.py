@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel
 from dit.convert.diffusers_streams import COMFYUI_ATTENTION, FEED_FORWARD, JOINT, DiffusersTokens, Model, embedder_names
-from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Form
+from dit.convert.rules import ONLY_SUPPORTED, Axes, ByHead, Form
 from dit.errors import ConfigError
 from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
@@ -97,7 +97,7 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
 
     def write_sizes(self, model: FluxConfig, latent_size: LatentSize) -> dict[str, Any]:
         if model.pooled_size is None:
-            raise ConfigError(f"model.pooled_size=None, but {self.class_name} needs a pooled text; {TRAIN_THAT_WAY}")
+            raise ConfigError(f"model.pooled_size=None, but {self.class_name} needs a pooled text; {ONLY_SUPPORTED}")
         settings = super().write_sizes(model, latent_size) | {"guidance_embeds": model.guidance is not None}
         if model.control_channels is not None:  # half of the input channels
             settings["out_channels"] = model.output_features

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dit.convert import DIFFUSERS
 from dit.convert.rules import (
-    TRAIN_THAT_WAY,
+    ONLY_SUPPORTED,
     Axes,
     Form,
     RuleBook,
@@ -130,7 +130,7 @@ def check_settings(side: str, model: Any, supported: Any, free: Collection[str])
     if set(ours.get("rope_factors") or [1.0]) == {1.0}:
         ours["rope_factors"] = None
     names = {name: value for name, value in theirs.items() if name not in {*TRAINING_SETTINGS, *free}}
-    require(f"{side} does not support this model", ours, names, TRAIN_THAT_WAY)
+    require(f"{side} does not support this model", ours, names, ONLY_SUPPORTED)
 
 
 class DiffusersFormat(Generic[Model]):
@@ -138,8 +138,8 @@ class DiffusersFormat(Generic[Model]):
 
     Attributes:
         aliases: older names of this class, distinguished from others by `norm_type`.
-        other: arguments without effect on the network, or with several values for one network, as `mlp_ratio`; others
-            must have the values that `write` returns for the model.
+        other: arguments without effect on the network, or with several values for one network. All others, except
+            `mlp_ratio`, must have the values that `write` returns for the model.
         same: diffusers' names of settings with equal values, by ours.
         free: our settings that a model may have with any value, though `config.json` does not store them exactly.
         has_outputs: whether `out_channels` of the class is our setting of this name.
@@ -297,8 +297,8 @@ class DiffusersFormat(Generic[Model]):
                 f"{kind}: {', '.join(names)}" for kind, names in (("unknown", unknown), ("unsupported", wrong)) if names
             )
             raise ConfigError(
-                f"{self.class_name} with settings that {self.config_class.__name__} does not support; {faults}; "
-                "such weights cannot be imported"
+                f"{self.config_class.__name__} does not support these settings of {self.class_name}: {faults}; weights "
+                "with them cannot be imported"
             )
         if not isinstance(trained.objective, FlowMatching):
             return trained

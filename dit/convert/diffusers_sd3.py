@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel, patches
 from dit.convert.diffusers_streams import FEED_FORWARD, JOINT, DiffusersStreams, embedder_names
-from dit.convert.rules import TRAIN_THAT_WAY, Form, SwappedHalves
+from dit.convert.rules import ONLY_SUPPORTED, Form, SwappedHalves
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.sd3.config import SD3Config
@@ -72,7 +72,7 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
         if model.pooled_size is None or model.position_crop is None:
             raise ConfigError(
                 f"model.pooled_size={model.pooled_size} and model.position_crop={model.position_crop}, but "
-                f"{self.class_name} needs a pooled text and cropped positions; {TRAIN_THAT_WAY}"
+                f"{self.class_name} needs a pooled text and cropped positions; {ONLY_SUPPORTED}"
             )
         side, span = model.position_crop
         return super().write_sizes(model, latent_size) | {

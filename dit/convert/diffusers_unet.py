@@ -75,8 +75,8 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     def trained(self, model: LDMUNetConfig, published: Mapping[str, Any]) -> TrainedModel:
         if published["out_channels"] > published["in_channels"]:
             raise ConfigError(
-                f"out_channels={published['out_channels']} is above in_channels={published['in_channels']}; ours has "
-                "no more output than input channels, so such weights cannot be imported"
+                f"out_channels={published['out_channels']} is above in_channels={published['in_channels']}; our "
+                "network has at least as many input as output channels, so such weights cannot be imported"
             )
         if model.control_channels == model.in_channels + 1:
             raise ConfigError(
@@ -110,10 +110,10 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         if not isinstance(heads, list):
             numbers["attention_head_dim"] = heads
         if wrong := [f"{name}={value!r}" for name, value in numbers.items() if not isinstance(value, int)]:
-            raise ConfigError(
-                f"{self.class_name} with {', '.join(wrong)}: ours has one integer for all resolutions; set sample_size "
-                "in config.json to the side of the latents; weights with other such settings cannot be imported"
-            )
+            cure = "weights with such settings cannot be imported"
+            if not isinstance(published["sample_size"], int):
+                cure = f"set sample_size in config.json to the side of the latents; other {cure}"
+            raise ConfigError(f"{self.class_name} with {', '.join(wrong)}: each must be one integer; {cure}")
         head_size = channels[-1] // heads[-1] if isinstance(heads, list) else None
         has_pooled = {name: published[name] for name in ADDED} == ADDED
         pooled = inputs - LENGTHS * LENGTH_FEATURES if has_pooled else None

@@ -16,7 +16,7 @@ from typing import Optional, TypeGuard
 from torch import Tensor
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel, check_settings, patches
-from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Form, RuleBook, Shape, layer_rules, require
+from dit.convert.rules import ONLY_SUPPORTED, ByHead, Form, RuleBook, Shape, layer_rules, require
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.base import ModelConfig
@@ -78,7 +78,7 @@ def check_class_dit(model: DiTConfig, side: str) -> None:
     if model.num_classes is None:
         require(fault, {"num_classes": None}, {"num_classes": "a number"}, "train with classes")
     if model.routing is not None:
-        require(fault, {"routing.rejoin": model.routing.rejoin}, {"routing.rejoin": "unchanged"}, TRAIN_THAT_WAY)
+        require(fault, {"routing.rejoin": model.routing.rejoin}, {"routing.rejoin": "unchanged"}, ONLY_SUPPORTED)
 
 
 def position_table(model: DiTConfig, side: int) -> Tensor:

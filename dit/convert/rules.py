@@ -367,7 +367,7 @@ def check_table(name: str, stored: Tensor, computed: Tensor) -> None:
         )
 
 
-TRAIN_THAT_WAY = "only a model with those settings can be converted"
+ONLY_SUPPORTED = "only a model that meets this requirement can be converted"
 """Cure for settings that the other code base does not support; an import also checks the export of its model."""
 
 

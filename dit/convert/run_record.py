@@ -49,7 +49,7 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     if not _fits(size, list[int]) or len(size) != 3 or min(size) <= 0:
         raise ConfigError(f"the record's latent_size={size!r:.80} must be three positive integers, (T, H, W)")
     parts = {"model": model, "objective": objective_of(record["objective"]), "latent_size": tuple(size)}
-    parts["notes"] = []  # commands print them as their own sentences
+    parts["notes"] = []  # an untrusted record must not add text to the output of commands
     trained = build(TrainedModel, {**record, **parts}, "the export's record")
     names, label = trained.class_names, model.condition("label")
     num_classes = 0 if label is None else label.num_classes or 0

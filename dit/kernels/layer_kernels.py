@@ -50,9 +50,11 @@ class LayerKernels:
     """One implementation of each operation; the eager implementations define the operations.
 
     Attributes:
-        adds_bias: whether `split_heads` computes the gradient of the projection's bias, and the other operations add
-            the bias of the linear before them. If False, the linear adds its bias, which is cheaper there.
-        joins_layers: whether the first norm of a layer computes the last residual of the layer before it.
+        adds_bias: whether linears leave the addition of their bias to the next operation. The input of `split_heads`
+            includes the bias, whose gradient it computes. If False, linears add their bias, except under tensor
+            parallelism.
+        joins_layers: whether a layer returns its last residual as a `PendingResidual`, which the first norm of the next
+            layer adds in the same call.
     """
 
     norm_modulate: Callable[[Tensor, NormModulation, SequenceLayout], tuple[Tensor, Tensor]]
@@ -70,10 +72,10 @@ class LayerKernels:
 
 
 class PendingResidual(NamedTuple):
-    """x + gate * (y + bias) after the last sub-layer of a layer, which the first norm of the next layer computes.
+    """The sum x + gate * (y + bias) at the end of a layer, which the first norm of the next layer computes.
 
     Attributes:
-        rows: layout of the rows of `gate_SD`.
+        rows: layout with a sample for each row of `gate_SD`: the samples, or segments of one noise level.
     """
 
     x_TD: Tensor
@@ -85,7 +87,7 @@ class PendingResidual(NamedTuple):
 
     @staticmethod
     def added(x_TD: "Tensor | PendingResidual") -> Tensor:
-        """Return the output of any layer as tokens."""
+        """Return tokens; computes the sum if it is pending."""
         if isinstance(x_TD, Tensor):
             return x_TD
         x_TD, y_TD, gate_SD, bias_D, rows, kernels = x_TD

@@ -72,7 +72,7 @@ class SublayerModulation(NamedTuple):
 
         1 norm_modulate    2 gated_residual_then_norm    3 gated_residual
 
-    `pending_residual` in place of 3 leaves the sum to 1 of the next layer, so that one call computes both.
+    At the end of a layer, `pending_residual` may replace 3: call 1 of the next layer then computes the sum, too.
     """
 
     shift_SD: Tensor
@@ -93,7 +93,7 @@ class SublayerModulation(NamedTuple):
         if isinstance(x_TD, PendingResidual) and x_TD.rows is rows:
             x_TD, y_TD, gate_SD, bias_D, _, kernels = x_TD
             return kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, self.norm, rows)
-        # A fused call has one layout, for the gate and the norm.
+        # The fused call has one layout, for gate and norm, so a residual with another layout is added first.
         return self.kernels.norm_modulate(PendingResidual.added(x_TD), self.norm, rows)
 
     def gated_residual(self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout) -> Tensor:
@@ -104,7 +104,7 @@ class SublayerModulation(NamedTuple):
     def pending_residual(
         self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
     ) -> Tensor | PendingResidual:
-        """Return x + gate * y at the end of a layer, pending if the kernels can add it in the next layer."""
+        """Return x + gate * y at the end of a layer, as a `PendingResidual` if `kernels.joins_layers`."""
         if not self.kernels.joins_layers:
             return self.gated_residual(x_TD, y_TD, layout)
         y_TD, bias_D = PendingBias.of(y_TD)

@@ -40,8 +40,8 @@ def shard_tokens(
 def pad_tokens(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayout:
     """Add the tail pad that makes the number of tokens a multiple of `LayerProvider.token_multiple`.
 
-    The result is another layout also if no pad is needed, because the next pack, whose tables are computed by those of
-    this one (`dit.pack_copy.compute_tables`), may need one.
+    The result is another layout also if no pad is needed: `dit.pack_copy.compute_tables` repeats the tables of this
+    pack for the next one, whose texts may need a pad before ranks share them.
     """
     multiple = provider.token_multiple
     return layout if multiple == 1 else layout.table(_padded, multiple)

@@ -249,7 +249,7 @@ def wrap(
     """Wrap a model's chunks for data parallelism: DDP, distributed optimizer or FSDP, with fp32 gradient reduction.
 
     Forward passes must call the wrappers, because under FSDP the unwrapped chunks lack the unsharded weights.
-    Without `target`, torch adds the gradients.
+    If `target` is None, torch adds the gradients.
     """
     config = chunks[0].config
     interleaved = len(chunks) > 1

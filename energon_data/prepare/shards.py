@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -153,16 +154,21 @@ def write_energon_metadata(
         raise DataError(f"indexing the shards in {folder} did not write {absent}; is the disk full?")
 
 
+def _temporary(out: Path, process: object) -> Path:
+    return out.with_name(f".{out.name}.tmp-{socket.gethostname()}-{process}")
+
+
 def _remove_leftovers(out: Path) -> None:
-    """Remove temporary folders of earlier runs that were killed."""
-    for leftover in out.parent.glob(f".{out.name}.tmp-*"):
-        pid = leftover.name.rpartition("-")[2]
-        try:
-            os.kill(int(pid), 0)
-        except (ProcessLookupError, ValueError):
-            shutil.rmtree(leftover, ignore_errors=True)
-        except PermissionError:
-            continue
+    """Remove temporary folders of processes of this machine that were killed."""
+    for leftover in out.parent.iterdir():
+        process = leftover.name.rpartition("-")[2]
+        if leftover == _temporary(out, process) and process.isdecimal():
+            try:
+                os.kill(int(process), 0)
+            except (ProcessLookupError, OverflowError):
+                shutil.rmtree(leftover, ignore_errors=True)
+            except PermissionError:  # a running process of another user
+                continue
 
 
 def check_replaceable(out: Path, *, force: bool) -> None:
@@ -189,7 +195,7 @@ def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
     check_replaceable(out, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(out)
-    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    temporary = _temporary(out, os.getpid())
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:

@@ -111,7 +111,7 @@ def test_the_second_pack_has_all_tables_on_the_device(cp: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("text_lengths", [([3, 1], [2, 3]), ([2, 3], [3, 1])], ids=["odd after even", "even after odd"])
-def test_texts_of_a_pack_need_padding_that_those_of_the_pack_before_did_not_need(text_lengths: tuple[list[int], ...]):
+def test_texts_of_one_of_two_packs_need_padding(text_lengths: tuple[list[int], ...]):
     """Two ranks share the tokens of each text (sequence parallelism)."""
     provider: Any = SimpleNamespace(token_multiple=2, sequence_parallel=True, tp_rank=1, tp_size=2)
     copy = PackCopy(CPU)

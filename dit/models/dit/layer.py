@@ -65,7 +65,7 @@ class DiTLayer(nn.Module):
             rows: layout of the rows of `cond_SD`. Default: `layout`, with a row for each sample or noise level.
 
         Returns:
-            The tokens, or with fused kernels their last residual, of which `PendingResidual.added` returns the tokens.
+            The tokens; with fused kernels a `PendingResidual`, from which `PendingResidual.added` computes them.
         """
         rows = layout if rows is None else rows
         attention_mod, mlp_mod = self.modulation(cond_SD)

@@ -477,3 +477,13 @@ def test_states_survive_the_codec_and_other_types_are_refused() -> None:
     for bad in ({"$": "os.system", "value": []}, {"no": "tag"}, object()):
         with pytest.raises(DataError):
             from_plain(bad)
+
+
+def test_a_position_in_blocks_of_all_shards_is_refused_for_data_in_random_order(mixed_folder, monkeypatch):
+    data = EnergonData(path=str(mixed_folder), num_streams=2)
+    stream = build(data)
+    take(stream, 4)
+    state = through_disk(stream.state_dict())
+    monkeypatch.setattr("energon_data.task_encoder.is_mixed", lambda _: True)
+    with pytest.raises(DataError, match=r"restore dataset\.json"):
+        build(data).load_state_dict(state)

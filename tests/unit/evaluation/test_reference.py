@@ -61,7 +61,11 @@ def test_files_of_an_earlier_version_have_a_network_and_a_number_of_pictures(tmp
     assert gaussian is not None
     assert gaussian.count == 30
     assert read_features(path, NETWORK) is not None
-    path = saved(tmp_path / "y.npz", **statistics, network=np.array("another"), pictures=np.array(np.inf))
+    path = saved(tmp_path / "z.npz", **statistics, network=np.array(NETWORK), pictures=np.array(np.inf))
+    gaussian = read_gaussian(path, NETWORK)
+    assert gaussian is not None
+    assert gaussian.count is None
+    path = saved(tmp_path / "y.npz", **statistics, network=np.array("another"))
     for read in (read_gaussian, read_features):
         assert "has the features of 'another', and --features is a network; give the same" in one_line(path, read)
 

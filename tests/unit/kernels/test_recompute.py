@@ -11,6 +11,7 @@ from dit.kernels.choice import Implementation
 from dit.kernels.layer_kernels import EAGER, PendingResidual
 from dit.kernels.recompute import first_run, recompute_activations
 from dit.kernels.resolve import LAYERS
+from dit.layers.adaln import SublayerModulation
 from dit.layout import CLEAN, SequenceLayout
 from dit.levels import with_levels
 from dit.models.dit.config import DiTConfig
@@ -116,6 +117,17 @@ def test_joined_layers_change_no_number_and_save_no_more(build_model, config, ch
     for name, expected in gradients.items():
         assert torch.equal(others[name], expected), name
     assert as_much <= saved
+
+
+def test_a_pending_residual_of_another_layout_is_added_before_the_norm():
+    kernels = replace(EAGER, joins_layers=True)
+    a, b = SequenceLayout.from_lengths([4, 2]), SequenceLayout.from_lengths([2, 3, 1])
+    x_TD, y_TD = torch.randn(2, 6, 8)
+    first, following = (SublayerModulation(*torch.randn(3, s, 8), 1e-6, kernels) for s in (2, 3))
+    pending = first.pending_residual(x_TD, y_TD, a)
+    assert isinstance(pending, PendingResidual)
+    expected = following.norm_modulate(first.gated_residual(x_TD, y_TD, a), b)
+    assert all(map(torch.equal, following.norm_modulate(pending, b), expected))
 
 
 def test_joined_layers_with_several_noise_levels_change_no_number(build_model):

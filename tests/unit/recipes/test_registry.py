@@ -103,6 +103,7 @@ def test_recipes_in_the_source_equal_recipes_registered_in_nemo_run():
         target = getattr(module, entry.target)
         assert catalogue.check_exists(get_type_namespace(target), entry.name), entry.name
         function = getattr(module, entry.function)
+        assert callable(function), entry.name
         if inspect.isfunction(function) and function.__doc__:  # other recipes are assignments
             assert function.__doc__.strip().startswith(entry.line), entry.name
         assert entry.line, entry.name

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,8 +150,9 @@ def test_the_command_has_its_exit_codes(
     assert "only one font family" in capsys.readouterr().out
     assert main(args) == 2
     assert "--force" in capsys.readouterr().err
-    killed = tmp_path / ".out.tmp-999999999"
-    killed.mkdir()
+    start = f".out.tmp-{socket.gethostname()}-"
+    for process in (999999999, 10**20, os.getppid(), "backup"):  # the first two processes do not exist
+        (tmp_path / f"{start}{process}").mkdir()
     assert main([*args, "--force", "--size", "8"]) == 0
     images, _, _ = load_letters(out, "val")
     assert images.shape[-2:] == (8, 8)
@@ -164,7 +167,8 @@ def test_the_command_has_its_exit_codes(
     (precious / "thesis.txt").write_text("years of work")
     assert main(["letters", "--out", str(precious), "--fonts", str(one_font), "--force"]) == 2
     assert (precious / "thesis.txt").exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "fonts", "out", "precious"]
+    kept = [f"{start}{process}" for process in (os.getppid(), "backup")]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "empty", "fonts", "out", "precious"])
 
 
 def test_a_failed_run_leaves_no_file(bundled_fonts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
