@@ -1,5 +1,6 @@
 """Packs of fixed size give the same numbers as the packs that they are made from, also without lengths."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,11 +157,25 @@ def replay_on_a_rank(case: dict[str, Any]) -> list[list[str]]:
         process_groups.release()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_replays_on_several_ranks_have_the_numbers_of_eager_passes(layout: str, tmp_path: Path) -> None:
+FEW = ("dit", "dit_cross", "flux")
+"""Backbones of the quick tests of layouts whose tables differ little from those of `sequence` and `context`."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        *(pytest.param(x, FIXING if x in ("sequence", "context") else FEW, id=x) for x in LAYOUTS),
+        *(
+            pytest.param(x, [name for name in FIXING if name not in FEW], id=f"{x}, others", marks=pytest.mark.long)
+            for x in ("context balanced", "ring", "gathered keys, balanced")
+        ),
+    ],
+)
+def test_replays_on_several_ranks_have_the_numbers_of_eager_passes(
+    layout: str, names: Collection[str], tmp_path: Path
+) -> None:
     """Each rank has a part of the tokens, which are other parts of other samples in each pack."""
     task, size = f"{__name__}:{replay_on_a_rank.__name__}", LAYOUTS[layout].get("context_parallel_size", 2)
-    names = FIXING if size == 2 else ("dit", "dit_cross", "flux")
     cases = [{"task": task, "name": name, "layout": layout} for name in names]
     for name, ranks in zip(names, run_world(size, cases, tmp_path, timeout_s=300)):
         for *differing, count in ranks:

@@ -233,7 +233,9 @@ def test_pictures_that_the_network_cannot_halve_are_refused(tmp_path: Path) -> N
     write_dataset(folder, {"train": pictures(8, sizes=[(12, 12), (10, 16)])})
     data = EnergonData(path=str(folder), bucket_by_shape=True)
     data.validate(wanted, 1, 1)
-    with pytest.raises(DataError, match=r"1 x 10 x 16 \(T .* 1 x 2 x 2, whose numbers along H and W must be multiples of 2"):
+    with pytest.raises(
+        DataError, match=r"1 x 10 x 16 \(T .* 1 x 2 x 2, whose numbers along H and W must be multiples of 2"
+    ):
         first_batch(data, wanted)
     with_shapes(folder, "3x1x12x12", "3x1x10x16")
     for flip in (0.0, 0.5):
