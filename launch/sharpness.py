@@ -32,7 +32,7 @@ def psnr(mean_square: float) -> float:
 
 
 def shortfalls(record: dict[str, float], minimum: float) -> list[str]:
-    """Return a line if the model is not so many dB above bicubic interpolation, and one if it is less sharp."""
+    """Return a line for a PSNR below that of bicubic interpolation plus `minimum`, and one for a lack of sharpness."""
     gain = record["psnr"] - record["bicubic_psnr"]
     lines = []
     if gain < minimum:

@@ -1,4 +1,4 @@
-"""Cascades on the command line: `--cascade`, `--stage`, and the pictures that a stage enlarges."""
+"""Several models on the command line: `--cascade`, `--stage`, `--guide`, and the pictures that a stage enlarges."""
 
 import argparse
 from pathlib import Path
@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from dit.errors import ConfigError
+from dit.errors import CheckpointError, ConfigError
 from dit.inference.drawing import Request
 from dit.models.base import ModelConfig
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.unet.config import UNetConfig
 from dit.resize import enlarged
+from launch import evaluate, sample
 from launch.cascade import read_pictures, read_stages, with_pictures
-from launch.sample import arguments_of, build_parser, run, sampling_settings
+from launch.sample import arguments_of, build_parser, open_generator, run, sampling_settings
 
 SUPER_RESOLUTION = EfficientUNetConfig(noise_augmentation=True)
 REQUESTS = [Request(name, {"fps": 1.0}, {}, None, i) for i, name in enumerate("ab")]
@@ -123,3 +124,47 @@ def test_pictures_are_read_from_an_array(tmp_path: Path) -> None:
 def test_an_augmentation_of_a_model_that_enlarges_nothing_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run(arguments(*words))
+
+
+class Loaded:
+    """Stand-in for the generator of a folder."""
+
+    def __init__(self, *asked):
+        self.asked, self.guide = asked, None
+        self.config = SimpleNamespace(objective=SimpleNamespace())
+
+    def guide_by(self, weaker):
+        self.guide = weaker
+
+
+def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
+    """The guide has the same ranks and the same kind of weights, raw or averaged; an error names a missing folder."""
+    models: list[tuple[str, ...]] = []
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: models.append(paths) or "ranks")
+    monkeypatch.setattr(
+        "dit.inference.generator.load_generator",
+        lambda path, *, weights, groups: Loaded(str(path), weights, groups),
+    )
+    for name in ("large", "small"):
+        (tmp_path / name).mkdir()
+    large, small = str(tmp_path / "large"), str(tmp_path / "small")
+    parse = build_parser().parse_args
+    found = open_generator(parse(["--checkpoint", large, "--guide", small, "--raw-weights"]))
+    assert found.asked == (large, "raw", "ranks")
+    assert found.guide.asked == (small, "raw", "ranks")
+    assert open_generator(parse(["--checkpoint", large])).guide is None
+    with pytest.raises(CheckpointError, match=f"--guide {small}er does not exist"):
+        open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
+    (stage,) = read_stages([f"base={large}"], [["base", f"guide={small}"]])
+    assert open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small
+    assert models == [(large, small), (large,), (large, small)]
+
+
+def test_a_cascade_refuses_a_second_model_for_all_stages(capsys):
+    for words, message in (
+        (["--guide", "b"], "--guide b applies to one model; set it for a stage, --stage NAME guide=DIR"),
+        (["--low-noise", "b"], "--low-noise b applies to one model; use --checkpoint instead of --cascade"),
+    ):
+        for main, metric in ((sample.main, []), (evaluate.main, ["--metric", "clip"])):
+            assert main(["--cascade", "base=a", *words, *metric]) == 2
+            assert message in capsys.readouterr().err

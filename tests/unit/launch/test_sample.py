@@ -15,14 +15,12 @@ from safetensors.torch import load_file
 
 from dit.condition_table import CONTEXT
 from dit.data_api import BatchSpec
-from dit.errors import CheckpointError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig
 from dit.sampling import grid
 from dit.settings import SamplingConfig
 from launch import evaluate, sample, sample_requests
-from launch.cascade import read_stages
 from launch.measurement import Measurement
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -480,47 +478,3 @@ def test_a_volume_of_a_container_takes_files(generator, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
     (tmp_path / "files").mkdir()
     assert draw(tmp_path / "files", "--labels", "A", "--files", str(tmp_path / "files")) == 0
-
-
-class Loaded:
-    """Stand-in for the generator of a folder."""
-
-    def __init__(self, *asked):
-        self.asked, self.guide = asked, None
-        self.config = SimpleNamespace(objective=SimpleNamespace())
-
-    def guide_by(self, weaker):
-        self.guide = weaker
-
-
-def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
-    """The guide has the same ranks and the same kind of weights, raw or averaged; an error names a missing folder."""
-    models: list[tuple[str, ...]] = []
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: models.append(paths) or "ranks")
-    monkeypatch.setattr(
-        "dit.inference.generator.load_generator",
-        lambda path, *, weights, groups: Loaded(str(path), weights, groups),
-    )
-    for name in ("large", "small"):
-        (tmp_path / name).mkdir()
-    large, small = str(tmp_path / "large"), str(tmp_path / "small")
-    parse = sample.build_parser().parse_args
-    found = sample.open_generator(parse(["--checkpoint", large, "--guide", small, "--raw-weights"]))
-    assert found.asked == (large, "raw", "ranks")
-    assert found.guide.asked == (small, "raw", "ranks")
-    assert sample.open_generator(parse(["--checkpoint", large])).guide is None
-    with pytest.raises(CheckpointError, match=f"--guide {small}er does not exist"):
-        sample.open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
-    (stage,) = read_stages([f"base={large}"], [["base", f"guide={small}"]])
-    assert sample.open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small
-    assert models == [(large, small), (large,), (large, small)]
-
-
-def test_a_cascade_refuses_a_second_model_for_all_stages(capsys):
-    for words, message in (
-        (["--guide", "b"], "--guide b applies to one model; set it for a stage, --stage NAME guide=DIR"),
-        (["--low-noise", "b"], "--low-noise b applies to one model; use --checkpoint instead of --cascade"),
-    ):
-        for main, metric in ((sample.main, []), (evaluate.main, ["--metric", "clip"])):
-            assert main(["--cascade", "base=a", *words, *metric]) == 2
-            assert message in capsys.readouterr().err

@@ -18,6 +18,14 @@ from tests.laws.backbones import config_of, pack
 from tests.support.reference import join_layers
 
 
+def probe_of(network: Any, groups: ProcessGroups) -> Probe:
+    """Return a search with its hooks in the network."""
+    state: Any = SimpleNamespace(chunks=[network], groups=groups)
+    probe = Probe(state, EDM(), (1, 1))
+    list(probe._hooks(0, network))
+    return probe
+
+
 @pytest.mark.parametrize("layer", ["layers.0.attention.linear_proj", "layers.0.mlp.linear_fc2"])
 def test_a_bias_that_the_residual_adds_belongs_to_the_output_of_its_linear(
     one_rank_world: ProcessGroups, layer: str
@@ -29,10 +37,8 @@ def test_a_bias_that_the_residual_adds_belongs_to_the_output_of_its_linear(
     linear.skip_bias_add = True  # as with fused kernels
     with torch.no_grad():
         linear.bias[0] = torch.nan
-    state: Any = SimpleNamespace(chunks=[network], groups=one_rank_world)
-    probe, batch = Probe(state, EDM(), (1, 1)), pack(model, [0, 1])
+    probe, batch = probe_of(network, one_rank_world), pack(model, [0, 1])
     probe._forward[0] = MicroBatch(0, batch)
-    list(probe._hooks(0, network))
     with torch.no_grad():
         training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
     assert probe.first is not None
@@ -46,10 +52,8 @@ def test_the_tokens_between_two_layers_are_checked(one_rank_world: ProcessGroups
     (network,) = build_model(model, ParallelConfig(data_parallel="ddp"), settings, one_rank_world)
     if join:
         join_layers(network)
-    state: Any = SimpleNamespace(chunks=[network], groups=one_rank_world)
-    probe, batch = Probe(state, EDM(), (1, 1)), pack(model, [0])
+    probe, batch = probe_of(network, one_rank_world), pack(model, [0])
     probe._forward[0] = MicroBatch(0, batch)
-    list(probe._hooks(0, network))
     prediction_TC, loss_of = training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
     loss_of(prediction_TC)[0].backward()
     assert {"forward layers.0", "backward layers.1"} <= set(probe.layers)
@@ -65,10 +69,8 @@ def test_a_residual_that_overflows_belongs_to_its_layer(one_rank_world: ProcessG
     with torch.no_grad():
         linear.bias.fill_(3e38)  # type: ignore[union-attr, operator]
         modulation.bias[-model.hidden_size :] = 10.0  # type: ignore[index, operator]
-    state: Any = SimpleNamespace(chunks=[network], groups=one_rank_world)
-    probe, batch = Probe(state, EDM(), (1, 1)), pack(model, [0])
+    probe, batch = probe_of(network, one_rank_world), pack(model, [0])
     probe._forward[0] = MicroBatch(0, batch)
-    list(probe._hooks(0, network))
     with torch.no_grad():
         training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
     assert probe.first is not None
