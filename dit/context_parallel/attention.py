@@ -79,14 +79,14 @@ class ContextAttention:
             return self._joint(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
         if layout_q.local_indices is None:  # replicated queries and keys
             return self.local(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
-        partition = self._partition(layout_q)
+        partition = self.partition(layout_q)
         if layout_k.local_indices is None:
             # The layout of this pack, because its tables refer to the texts.
             local = layout_q.local or partition.blocks()[self.group.rank()]
             return self.local(q_TNH, k_KNH, v_KNH, local, layout_k)
         return self.exchange(q_TNH, k_KNH, v_KNH, partition)
 
-    def _partition(self, layout: SequenceLayout) -> Partition:
+    def partition(self, layout: SequenceLayout) -> Partition:
         """Return the partition of the pack of which a rank has these tokens, or these tokens and replicated texts."""
         if layout.is_fixed:
             return FixedPartition(layout, self.group.size(), self.split)
@@ -143,7 +143,7 @@ class ContextAttention:
         Args:
             layout_q: `joint` for queries of the text and the local image, or the layout of the local image.
         """
-        partition = self._partition(joint)
+        partition = self.partition(joint)
         (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
         text = joint.table(_text)
         tensors = (q_TNH, image_k, image_v, text_k, text_v)

@@ -7,6 +7,11 @@ With f = ReLU, query i of a sample reads sums over the keys j of the sample:
 The sums of a sample are one matrix `[H, H + 1]` for each head: a column of ones in the values gives the denominator.
 Tensors are THD as in `dit.kernels.attention`; padding is in no sum, and its output is zero. Sums are float32.
 
+The number of samples and their lengths determine the matrix products. In packs of fixed size, they are those of blocks
+of 4 rows here (`.` is a row of zeros), whose number depends only on the numbers of tokens and samples of the pack:
+
+    samples a, b    a0 a1 a2 b0 b1 b2 b3 b4        blocks    a0 a1 a2 . | b0 b1 b2 b3 | b4 . . . | . . . .
+
 Source: Katharopoulos et al. 2020, arXiv:2006.16236; with ReLU, Xie et al. 2024 (SANA), arXiv:2410.10629, section 2.2.
 """
 
@@ -20,6 +25,8 @@ from dit.kernels.recompute import recomputable
 from dit.layout import SequenceLayout
 
 EPSILON = 1e-15
+ROWS = 64
+"""Rows of a block in packs of fixed size."""
 
 
 @recomputable
@@ -48,13 +55,21 @@ def linear_attention(
     Returns:
         `[T, N, H]` in the dtype of `q_TNH`.
     """
-    queries, keys = (_segments(_features(x), layout) for x in (q_TNH, k_TNH))
-    values = _segments(_with_ones(v_TNH), layout)
-    sums = sum_over_ranks(torch.cat([k.mT @ v for k, v in zip(keys, values)]))
-    parts = zip(queries, sums.split([len(q) for q in queries]))
-    out_RNH = torch.cat([(q @ part).transpose(1, 2).flatten(0, 1) for q, part in parts])
-    attended = out_RNH[..., :-1] / (out_RNH[..., -1:] + EPSILON)
-    return layout.insert_padding(attended.to(q_TNH.dtype))
+    queries_TNH, keys_TNH = (_features(x) for x in (q_TNH, k_TNH))
+    inputs = queries_TNH, keys_TNH, _with_ones(v_TNH)
+    if layout.is_fixed:
+        rows_T, of_sample_SB = layout.table(_blocks)
+        q, k, v = (_blocked(x, layout, rows_T, of_sample_SB.shape[1]) for x in inputs)
+        sums = sum_over_ranks(torch.einsum("sb,bnij->snij", of_sample_SB, k.mT @ v))
+        out = q @ torch.einsum("sb,snij->bnij", of_sample_SB, sums)
+        out_TNH = out.transpose(1, 2).flatten(0, 1).index_select(0, rows_T)
+    else:
+        queries, keys, values = (_segments(x, layout) for x in inputs)
+        sums = sum_over_ranks(torch.cat([k.mT @ v for k, v in zip(keys, values)]))
+        parts = zip(queries, sums.split([len(q) for q in queries]))
+        out_RNH = torch.cat([(q @ part).transpose(1, 2).flatten(0, 1) for q, part in parts])
+        out_TNH = layout.insert_padding(out_RNH)
+    return (out_TNH[..., :-1] / (out_TNH[..., -1:] + EPSILON)).to(q_TNH.dtype)
 
 
 def _segments(x_TNH: Tensor, layout: SequenceLayout) -> list[Tensor]:
@@ -63,3 +78,21 @@ def _segments(x_TNH: Tensor, layout: SequenceLayout) -> list[Tensor]:
         return [x_TNH.unflatten(0, (layout.num_samples, -1)).transpose(1, 2)]
     spans = zip(layout.starts, layout.lengths)
     return [x_TNH[start : start + length].transpose(0, 1)[None] for start, length in spans]
+
+
+def _blocks(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """Return the row of each token, int64 `[T]`, and 1 for each block of each sample, float32 `[S, B]`."""
+    ends_S = pad(layout.cu_seqlens_padded[1:-1], (0, 1), value=layout.total_tokens)
+    counts_S = (ends_S - layout.cu_seqlens_padded[:-1] + ROWS - 1) // ROWS
+    stops_S1 = counts_S.cumsum(0)[:, None]
+    starts_S1 = stops_S1 - counts_S[:, None]
+    number_B = torch.arange(layout.num_samples + -(-layout.total_tokens // ROWS), device=layout.device)
+    rows_T = ROWS * starts_S1[layout.segment_ids_T, 0] + layout.token_index_T
+    return rows_T, ((starts_S1 <= number_B) & (number_B < stops_S1)).float()
+
+
+def _blocked(x_TNH: Tensor, layout: SequenceLayout, rows_T: Tensor, blocks: int) -> Tensor:
+    """Return the real tokens in the rows of blocks, `[B, N, ROWS, H]`."""
+    real_TNH = x_TNH.masked_fill(~layout.valid_T[:, None, None], 0.0)
+    rows = x_TNH.new_zeros(blocks * ROWS, *x_TNH.shape[1:]).index_copy(0, rows_T, real_TNH)
+    return rows.unflatten(0, (blocks, ROWS)).transpose(1, 2)

@@ -360,9 +360,42 @@ def test_every_frame_of_a_pack_is_convolved_separately() -> None:
             torch.testing.assert_close(actual_TC[rows], exact.flatten(1).T)
 
 
-def test_sums_are_float32_in_half_precision_and_an_empty_sample_has_none() -> None:
+def with_gradients(compute: Callable[..., Tensor], layout: SequenceLayout, *inputs: Tensor) -> list[Tensor]:
+    """Return the output of the real tokens, and the gradients of the inputs for random gradients of it."""
+    inputs = tuple(x.detach().requires_grad_() for x in inputs)
+    out = compute(*inputs)[layout.valid_T]
+    random = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out, *torch.autograd.grad(out, inputs, random)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_of_neighbours_gives_the_convolution_and_its_gradients(dtype: torch.dtype) -> None:
+    """In a pack of fixed size, whose last sample is empty."""
+    grids = [(2, 3, 4), (1, 1, 3), (1, 5, 2), (0, 0, 0)]
+    lengths = [math.prod(grid) for grid in grids]
+    layout = SequenceLayout.from_lengths(lengths, multiple_of=2, total_tokens=45, may_be_empty=True)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(n, generator=generator).to(dtype) for n in ((45, 6), (6, 1, 3, 3), (6,))]
+    pictures = Pictures(layout, grids[:3]), Pictures(replace(layout, is_fixed=True), grids, torch.tensor(grids))
+    exact, actual = (with_gradients(x.convolve, layout, *inputs) for x in pictures)
+    tolerances = {"rtol": 8e-3, "atol": 0.03} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(actual, exact, **tolerances)
+
+
+def test_linear_attention_by_blocks_has_the_sums_of_samples() -> None:
+    """Samples of several blocks and of parts of one, with padding, and an empty one, to which the tail pad belongs."""
+    layout = SequenceLayout.from_lengths([150, 3, 64, 0], multiple_of=4, total_tokens=300, may_be_empty=True)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(300, 2, 4, generator=generator) for _ in range(3)]
+    layouts = layout, replace(layout, is_fixed=True)
+    exact, actual = (with_gradients(lambda *qkv, x=x: linear_attention(*qkv, x), layout, *inputs) for x in layouts)
+    torch.testing.assert_close(actual, exact)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_sums_are_float32_in_half_precision_and_an_empty_sample_has_none(is_fixed: bool) -> None:
     """A bf16 sum over 4096 equal keys would stop at 256; the output of padding is zero, even for NaN."""
-    layout = SequenceLayout((0, 4096), (0, 4096), 4100)
+    layout = SequenceLayout((0, 4096), (0, 4096), 4100, is_fixed=is_fixed)
     x = torch.ones(4100, 1, 2, dtype=torch.bfloat16)
     x[4096:] = torch.nan
     seen: list[Tensor] = []

@@ -21,7 +21,7 @@ class SanaConfig(CrossAttentionModelConfig):
         num_cross_attention_heads: heads of the cross-attention.
     """
 
-    supports = Supports(aligned=True)
+    supports = Supports(aligned=True, fixed_packs=True)
     norm_full_width = True
 
     in_channels: int = 32

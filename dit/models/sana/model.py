@@ -121,4 +121,4 @@ class Sana(SharedModulationStack[SanaConfig]):
         self.attention = attention
 
     def attention_input(self, batch: PackedBatch) -> Pictures:
-        return Pictures.of_pack(batch.layout, batch.grids, self.attention)
+        return Pictures.of_pack(batch, self.attention)

@@ -42,7 +42,7 @@ DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shap
 FP16 = "training.precision=fp16", "training.initial_loss_scale=1e6", "training.loss_scale_window=1"
 """The loss scale doubles until gradients overflow, in captured steps, too."""
 
-PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux", "tiny_moviegen"
+PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux", "tiny_sana", "tiny_moviegen"
 """Recipes of packs that are padded to fixed sizes."""
 
 
