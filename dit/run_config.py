@@ -14,6 +14,7 @@ from dit.fixed_packs import PackMaxima
 from dit.models.base import ModelConfig
 from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.routing_config import TokenRouted
+from dit.models.stdit.config import STDiTConfig
 from dit.objective_checks import check_alignment, check_intervals, check_outputs
 from dit.objectives.base import Objective
 from dit.objectives.edm import VarianceExplodingPath
@@ -307,11 +308,15 @@ def _faults_of_graphs(config: RunConfig, spec: BatchSpec) -> Iterator[str]:
 
 def _faults_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[str]:
     """Yield the settings with which no CUDA graph can repeat packs, with reason and cure."""
-    training = config.training
-    if not config.model.supports.fixed_packs:
+    training, parallel, model = config.training, config.parallel, config.model
+    model.check_supports("fixed_packs", "training.cuda_graph=True with packs", "training.cuda_graph=False")
+    has_segments = isinstance(model, STDiTConfig) and model.has_segments
+    comms = parallel.context_comm, parallel.spatial_temporal_comm
+    if parallel.context_parallel_size > 1 and has_segments and comms != ("a2a", "context"):
         yield (
-            f"model={type(config.model).__name__}, because its layers read the sizes of samples on the host, which "
-            "determine the number of convolutions or attention segments; use model=DiTConfig"
+            f"parallel.context_comm={comms[0]} and parallel.spatial_temporal_comm={comms[1]}, because ranks exchange "
+            "frames or columns, whose number differs from pack to pack; use parallel.context_comm=a2a and "
+            "parallel.spatial_temporal_comm=context"
         )
     if (levels := config.data.levels_setting() or config.data.references_setting()) is not None:
         yield f"{levels}, because the number of levels differs from pack to pack; use data without it"

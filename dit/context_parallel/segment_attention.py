@@ -20,7 +20,7 @@ Shape suffixes: T tokens, N heads, H head size, D hidden size; V real tokens of 
 K segments; R context-parallel ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Optional
 
@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dit.batch import PackedBatch
 from dit.context_parallel.attention import ContextAttention
 from dit.context_parallel.exchange import ExchangePlan, exchange
 from dit.context_parallel.partition import ContextSplit, TokenPartition, context_partition
 from dit.context_parallel.segments import AttentionKind, Grids, Segments, assign_owners, segments_of
-from dit.kernels.attention import Attention, zeros_of
+from dit.kernels.attention import Attention, segment_sdpa, zeros_of
 from dit.layout import SequenceLayout, to_device
 
 
@@ -61,19 +62,20 @@ class SegmentAttentionPlan:
 
 
 def plan_segment_attention(
-    kind: AttentionKind, attention: Attention, layout: SequenceLayout, grids: Grids, tp_rank: int, tp_size: int
+    kind: AttentionKind, attention: Attention, batch: PackedBatch, tp_rank: int, tp_size: int
 ) -> SegmentAttentionPlan:
     """Plan one kind of attention for one pack; the plans are cached, so that all layers of a step share them.
 
     Args:
-        layout: layout of the local tokens of this context-parallel rank.
-        grids: (t, h, w) of every sample of the global pack.
+        batch: pack of the local tokens of this context-parallel rank.
         tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism; 0 and 1 without it.
     """
     if kind == "full":
         return SegmentAttentionPlan()
+    if batch.layout.is_fixed:
+        return SegmentAttentionPlan(_masked(kind, attention, batch))
     # The global pack determines which tokens are local, so it is the key of the cached plans.
-    pack = layout.plain
+    pack, grids = batch.layout.plain, batch.grids
     if not isinstance(attention, ContextAttention):
         return SegmentAttentionPlan(partial(_attend, attention, _one_rank_segments(pack, grids, kind)))
     group, split = attention.group, attention.split
@@ -111,6 +113,23 @@ class _SplitSegments:
 
     orders: tuple[ExchangePlan, ...]
     partition: TokenPartition
+
+
+def _masked(kind: AttentionKind, attention: Attention, batch: PackedBatch) -> Attention:
+    """Return attention between all tokens of a pack of fixed size with a mask, whose shape depends on no segments.
+
+    Under context parallelism, `attention` exchanges tokens for heads.
+    """
+    layout, context = batch.layout, attention if isinstance(attention, ContextAttention) else None
+    if context is not None:
+        [layout] = context.partition(layout).blocks(context.group.size())
+    # Empty samples, to which padding may belong, have no positions in a frame.
+    area_T = batch.grid_sizes()[layout.segment_ids_T, 1:].prod(1).clamp(min=1)
+    index_T = layout.token_index_T
+    part_T = index_T // area_T if kind == "spatial" else index_T % area_T
+    keys_T2 = torch.stack([layout.segment_ids_T, part_T], 1)
+    local = partial(segment_sdpa, same_TK=(keys_T2[:, None] == keys_T2).all(-1))
+    return local if context is None else replace(context, local=local)
 
 
 def _attend(

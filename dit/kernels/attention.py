@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from itertools import accumulate
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -62,14 +62,24 @@ def zeros_of(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor) -> Tensor:
 
 
 def segment_sdpa(
-    q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
+    q_TNH: Tensor,
+    k_KNH: Tensor,
+    v_KNH: Tensor,
+    layout_q: SequenceLayout,
+    layout_k: SequenceLayout,
+    *,
+    same_TK: Optional[Tensor] = None,
 ) -> Tensor:
     """Run scaled-dot-product attention on groups of segments of equal length, each group as one dense batch.
 
     Runs on every device of torch. A dense batch needs one call and no copy of the tokens.
+
+    Args:
+        same_TK: for packs of fixed size, whether a query and a key are in one segment; None for segments that are
+            samples.
     """
     kernel = partial(sdpa, enable_gqa=q_TNH.shape[1] != k_KNH.shape[1])
-    return attend_densely(kernel, q_TNH, k_KNH, v_KNH, layout_q, layout_k)
+    return attend_densely(kernel, q_TNH, k_KNH, v_KNH, layout_q, layout_k, same_TK)
 
 
 def attend_densely(
@@ -79,8 +89,9 @@ def attend_densely(
     v_KNH: Tensor,
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
+    same_TK: Optional[Tensor] = None,
 ) -> Tensor:
-    """Run a dense kernel on groups of segments of equal length, each group as one batch.
+    """Run a dense kernel on groups of segments of equal length, each group as one batch; see `segment_sdpa`.
 
     For packs of fixed size, it computes scores between all samples. Kernels for packed segments do not.
     """
@@ -88,7 +99,8 @@ def attend_densely(
     if layout_q.uniform_length and layout_k.uniform_length:
         return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples)
     if layout_q.is_fixed:  # the pack as one segment, with a mask, whose shape does not depend on lengths
-        same_TK = layout_q.segment_ids_T[:, None] == layout_k.segment_ids_T
+        if same_TK is None:
+            same_TK = layout_q.segment_ids_T[:, None] == layout_k.segment_ids_T
         mask_TK = same_TK & layout_q.valid_T[:, None] & layout_k.valid_T
         nothing_T1 = ~mask_TK.any(1, keepdim=True)
         # Padding attends to everything, because a softmax of nothing may be NaN; its result is replaced.

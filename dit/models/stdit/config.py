@@ -22,6 +22,8 @@ class STDiTConfig(CrossAttentionModelConfig):
         position_span: positions per side at any resolution; None for patch indices.
     """
 
+    supports = Supports(aligned=True, fixed_packs=True)
+
     in_channels: int = 4
     layer_pattern: list[str] = field(default_factory=lambda: ["spatial", "temporal"])
     add_bias: bool = True
@@ -41,13 +43,13 @@ class STDiTConfig(CrossAttentionModelConfig):
         return self.has_temporal or super().orders_frames
 
     @property
-    def supports(self) -> Supports:
-        # Spatial and temporal attention read the numbers of frames and positions of each grid.
-        return Supports(aligned=True, fixed_packs=set(self.layer_pattern) == {"full"})
+    def has_segments(self) -> bool:
+        """True if a layer has attention inside frames or columns."""
+        return set(self.layer_pattern) != {"full"}
 
     @property
     def takes_references(self) -> bool:
-        return set(self.layer_pattern) == {"full"}  # frames and positions of a grid have no place for other tokens
+        return not self.has_segments  # frames and positions of a grid have no place for other tokens
 
     def validate(self) -> None:
         self.check_sizes()

@@ -101,7 +101,7 @@ class STDiT(SharedModulationStack[STDiTConfig]):
         tensor_ranks = (self.provider.tp_rank, self.provider.tp_size) if self.provider.sequence_parallel else (0, 1)
         plans: dict[str, AttentionPlan] = {}
         for kind in {kind for i in range(len(self.model_config.layer_pattern)) for kind in self.model_config.kinds(i)}:
-            segments = plan_segment_attention(kind, self.attention, batch.layout, batch.grids, *tensor_ranks)
+            segments = plan_segment_attention(kind, self.attention, batch, *tensor_ranks)
             rotary = self.rotary_time if kind == "temporal" else self.rotary
             # Attention gets the tokens of all tensor-parallel ranks, so these positions are not split.
             positions_T3 = batch.positions_T3 if segments.positions_T3 is None else segments.positions_T3

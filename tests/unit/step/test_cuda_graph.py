@@ -16,12 +16,15 @@ from dit import philox
 from dit.backends import device, process_groups
 from dit.backends.graphs import WARM_UP, Graphed, Runner, call
 from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
 from dit.checkpoint import train_state
 from dit.errors import BatchError, ConfigError
+from dit.layers.tokens import with_control
 from dit.models.routing_config import RoutingConfig
 from dit.optimizer.schedules import TorchOneCycle
 from dit.optimizer.step_numbers import Limits
 from dit.parallel.dims import ParallelConfig
+from dit.run_config import check_cuda_graph
 from dit.step.cuda_graph import MOST_GRAPHS, Compute, GraphedSchedule, constants
 from dit.step.schedule import Logs, Schedule, forward_backward
 from dit.step.train_step import Action, Step, StepObserver, settle, train_step
@@ -42,7 +45,7 @@ DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shap
 FP16 = "training.precision=fp16", "training.initial_loss_scale=1e6", "training.loss_scale_window=1"
 """The loss scale doubles until gradients overflow, in captured steps, too."""
 
-PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux", "tiny_sana", "tiny_moviegen"
+PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux", "tiny_sana", "tiny_stdit", "tiny_moviegen"
 """Recipes of packs that are padded to fixed sizes."""
 
 
@@ -94,7 +97,7 @@ def steps(
 
     The run resumes in `folder` if it has a checkpoint; with `training.stop_at_step`, it saves one.
     """
-    micro_batch = 1 if recipe in (*PACKS, "tiny_stdit") and not set(DENSE) & set(words) else 2
+    micro_batch = 1 if recipe in PACKS and not set(DENSE) & set(words) else 2
     sizes = {"global": 2 * micro_batch * groups.dp_size, "micro": micro_batch}
     words = *(f"training.{name}_batch_size={size}" for name, size in sizes.items()), "data.num_streams=1", *words
     config = config_of(build_parser().parse_args(["--factory", recipe, *words]), str(folder))
@@ -284,9 +287,15 @@ def test_shapes_that_change_in_every_step_are_an_error(tmp_path: Any, one_rank_w
 def test_a_network_that_reads_lengths_is_an_error_in_the_second_step(
     tmp_path: Any, one_rank_world: ProcessGroups
 ) -> None:
+    def read(inputs_TC: torch.Tensor, batch: PackedBatch, features: int) -> torch.Tensor:
+        return with_control(inputs_TC, batch, features).clamp(max=1e9 * max(batch.layout.lengths))
+
     records = Records()
-    with pytest.raises(BatchError, match="the model reads the lengths of samples on the host"):
-        steps(tmp_path, one_rank_world, records, "tiny_stdit")
+    with (
+        mock.patch("dit.models.token_stack.with_control", read),
+        pytest.raises(BatchError, match="the model reads the lengths of samples on the host"),
+    ):
+        steps(tmp_path, one_rank_world, records, "tiny_dit_pack")
     assert records.recorded == 0
 
 
@@ -308,8 +317,8 @@ def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
     [
         (
             "tiny_stdit",
-            {},
-            "packs and model=STDiTConfig, .* number of .* attention segments.*; use model=DiTConfig, or data without",
+            {"context_parallel_size": 2},
+            "packs and parallel.context_comm=p2p .* use parallel.context_comm=a2a and .*spatial_temporal_comm=context",
         ),
         ("tiny_dit_pack", {"clean_first_frame": 0.5}, "packs and data.clean_first_frame=0.5, .* use data without it"),
         ("tiny_dit_pack", {"attention": "transformer_engine"}, "attention=transformer_engine, .*attention=auto"),
@@ -350,6 +359,17 @@ def test_runs_that_no_graph_can_repeat_are_errors(recipe: str, words: dict[str, 
         ConfigError, match=rf"^training.cuda_graph=True does not work with .*{message}.*cuda_graph=False$"
     ):
         config.check()
+
+
+def test_packs_of_a_model_that_reads_lengths_are_an_error() -> None:
+    config = built(call_recipe("tiny_dit_pack"))
+    _, spec = config.check()
+    config.training.cuda_graph, config.model.teacher_token_size = True, 5
+    with pytest.raises(
+        ConfigError,
+        match=r"DiTConfig does not .*, which .* with packs .*=False, or model.teacher_token_size=null",
+    ):
+        check_cuda_graph(config, spec)
 
 
 def test_packs_of_sequence_parallel_ranks_may_have_graphs() -> None:
