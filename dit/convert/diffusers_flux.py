@@ -40,7 +40,6 @@ class Flux1Blocks(DiffusersTokens[Model]):
     ordered by head.
     """
 
-    same: Mapping[str, str] = {**DiffusersTokens.same, "num_single_layers": "num_single_layers"}
     time_shift = 3.0
     comfyui: Mapping[str, str] = {
         **COMFYUI_ATTENTION,
@@ -72,7 +71,6 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
 
     class_name = "FluxTransformer2DModel"
     config_class = FluxConfig
-    same: Mapping[str, str] = {**Flux1Blocks.same, "pooled_size": "pooled_projection_dim"}
     free = ("guidance",)
     names: Mapping[str, str] = {
         **BLOCKS,
@@ -85,15 +83,6 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
         if sizes["in_channels"] == 2 * (channels := sizes["out_channels"] or 0):
             sizes |= {"in_channels": channels, "out_channels": None, "control_channels": channels}
         return sizes | {"guidance": DEV_GUIDANCE if published["guidance_embeds"] else None, "null_text": "learned"}
-
-    def trained(self, model: FluxConfig, published: Mapping[str, Any]) -> TrainedModel:
-        if model.in_channels > (model.out_channels or model.in_channels):
-            raise ConfigError(
-                f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
-                "network also reads a mask or other pictures (inpainting), which FluxConfig does not; use the "
-                "text-to-image network"
-            )
-        return super().trained(model, published)
 
     def write_sizes(self, model: FluxConfig, latent_size: LatentSize) -> dict[str, Any]:
         if model.pooled_size is None:
@@ -136,13 +125,6 @@ class DiffusersFlux2(DiffusersTokens[Flux2Config]):
 
     class_name = "Flux2Transformer2DModel"
     config_class = Flux2Config
-    has_outputs = False
-    same: Mapping[str, str] = {
-        **DiffusersTokens.same,
-        "num_single_layers": "num_single_layers",
-        "rope_theta": "rope_theta",
-        "layernorm_epsilon": "eps",
-    }
     free = ("guidance",)
     names: Mapping[str, str] = {
         **JOINT,
@@ -196,7 +178,7 @@ class DiffusersQwenImage(DiffusersTokens[QwenImageConfig]):
 
     class_name = "QwenImageTransformer2DModel"
     config_class = QwenImageConfig
-    same: Mapping[str, str] = {**DiffusersTokens.same, "clean_reference_time": "zero_cond_t"}
+    same: Mapping[str, str] = {"clean_reference_time": "zero_cond_t"}
     names: Mapping[str, str] = {
         **JOINT,
         **embedder_names("time_text_embed", time="timestep"),

@@ -28,13 +28,7 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
     class_name = "SD3Transformer2DModel"
     config_class = SD3Config
     other = ("sample_size",)
-    same: Mapping[str, str] = {
-        "in_channels": "in_channels",
-        "patch_spatial": "patch_size",
-        "context_size": "joint_attention_dim",
-        "pooled_size": "pooled_projection_dim",
-        "num_joint_layers": "num_layers",
-    }
+    same: Mapping[str, str] = {"patch_spatial": "patch_size"}
     names: Mapping[str, str] = {
         **JOINT,
         **FEED_FORWARD,

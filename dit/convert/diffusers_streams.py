@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches
-from dit.convert.rules import TURNED_HEAD, ByHead, Form, SwappedHalves, expanded
+from dit.convert.rules import Form, SwappedHalves
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
 
@@ -57,25 +57,12 @@ class DiffusersStreams(DiffusersFormat[Model]):
     """A diffusers class for a family of `StreamsConfig`."""
 
     def forms(self, model: Model) -> Mapping[str, Form]:
-        turned = (0, 1) if model.position_embedding == "rope_3d" else ()
-        size, groups = model.head_size, model.num_query_groups or model.num_attention_heads
-        queries = model.num_attention_heads // groups
-        qkv, layers = ByHead(groups, (queries * size, size, size), turned, queries=queries), expanded(self.names)
-        return {
-            **{layer: qkv for layer in layers if layer.endswith(".linear_qkv")},
-            **{layer: TURNED_HEAD for layer in layers if turned and layer.endswith((".q_layernorm", ".k_layernorm"))},
-            "head.modulation": SwappedHalves(),
-        }
+        return {**super().forms(model), "head.modulation": SwappedHalves()}
 
 
 class DiffusersTokens(DiffusersStreams[Model]):
     """A class whose `in_channels` are those of a token: its pipeline cuts patches of 2 x 2, channels slowest."""
 
-    same: Mapping[str, str] = {
-        "context_size": "joint_attention_dim",
-        "num_joint_layers": "num_layers",
-        "rope_axes": "axes_dims_rope",
-    }
     latent_size = LATENT_SIZE
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:

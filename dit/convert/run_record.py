@@ -25,6 +25,8 @@ MAX_NUMBER = 1e300  # larger numbers, integers included, are not accepted as set
 
 REQUIRED = ("model", "objective", "latent_size", "sampling")
 """Fields of `TrainedModel` that every record has; older exports lack some of the others."""
+OF_FILES = ("notes", "recorded")
+"""Fields of `TrainedModel` that are not part of a record."""
 
 Settings = TypeVar("Settings")
 
@@ -32,7 +34,7 @@ Settings = TypeVar("Settings")
 def to_record(trained: TrainedModel) -> dict[str, Any]:
     """Return a model's record, with JSON values only."""
     return {
-        **{field.name: getattr(trained, field.name) for field in fields(trained) if field.name != "notes"},
+        **{field.name: getattr(trained, field.name) for field in fields(trained) if field.name not in OF_FILES},
         "model": asdict(trained.model),
         "objective": {"name": name_of(trained.objective), **asdict(trained.objective)},  # type: ignore[call-overload]
         "latent_size": list(trained.latent_size),
@@ -49,8 +51,8 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     if not _fits(size, list[int]) or len(size) != 3 or min(size) <= 0:
         raise ConfigError(f"the record's latent_size={size!r:.80} must be three positive integers, (T, H, W)")
     parts = {"model": model, "objective": objective_of(record["objective"]), "latent_size": tuple(size)}
-    parts["notes"] = []  # an untrusted record must not add text to the output of commands
-    trained = build(TrainedModel, {**record, **parts}, "the export's record")
+    # An untrusted record must not add text to the output of commands.
+    trained = build(TrainedModel, {**record, **parts, "notes": [], "recorded": True}, "the export's record")
     names, label = trained.class_names, model.condition("label")
     num_classes = 0 if label is None else label.num_classes or 0
     if len(names or ()) > num_classes:
