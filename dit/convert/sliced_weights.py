@@ -143,9 +143,11 @@ def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], posit
     indices = ((positions >= wanted.start) & (positions < wanted.stop)).nonzero().flatten()
     if not len(indices):
         return
-    first = int(indices[0])
-    index = (*block[:axis], slice(first, int(indices[-1]) + 1), *block[axis + 1 :])
-    tensors = [source[index].index_select(axis, indices - first) for source in copies]
+    first, stop = int(indices[0]), int(indices[-1]) + 1
+    index = (*block[:axis], slice(first, stop), *block[axis + 1 :])
+    tensors = [source[index] for source in copies]
+    if len(indices) < stop - first:
+        tensors = [tensor.index_select(axis, indices - first) for tensor in tensors]
     _check(rule, tensors)
     values = tensors[0] if len(tensors) == 1 else rule.form.from_external(tensors)
     values = values.flatten(target.dim() - 1)  # without the axes of a 1 x 1 convolution
