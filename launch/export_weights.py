@@ -203,7 +203,7 @@ def write_pipeline(
         )
 
     def write_parts(folder: Path) -> dict[str, str]:
-        VAE(autoencoder).save(folder / "vae", shift=pipeline.adds_shift_factor)
+        VAE(autoencoder).save(folder / "vae", shift=pipeline.flow)
         classes: dict[str, str] = {}
         for name, encoder in encoders.items():
             classes |= TextEncoder(encoder).save(folder, name, cut=pipeline.cuts(name))

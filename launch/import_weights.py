@@ -216,12 +216,11 @@ def read_original(source: Path, args: argparse.Namespace) -> Content:
 def read_diffusers_folder(source: Path) -> Content:
     """Read a folder in the diffusers layout: of a network, or of a pipeline."""
     from dit.checkpoint.diffusers_folder import read_network
-    from dit.convert.pipeline_import import check_single, network_folder
+    from dit.convert.pipeline_import import network_folder
     from dit.convert.sliced_weights import StoredTensors
     from dit.convert.state_files import index_of, read_tensors, weights_file
     from dit.pipeline_folder import name_a_part
 
-    check_single(source)
     folder = network_folder(source)
     if message := name_a_part(folder, "transformer", "unet", "vae", "vqvae"):
         raise ConfigError(message)

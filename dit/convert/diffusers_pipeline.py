@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Optional
 
-from dit.condition_table import size_and_crop
+from dit.condition_table import SIZE_AND_CROP, size_and_crop
 from dit.convert.diffusers_format import NULLS, VERSION, DiffusersFormat, TrainedModel
 from dit.convert.diffusers_sampling import num_steps_of, scheduler_config
 from dit.errors import ConfigError
@@ -43,8 +43,8 @@ class Pipeline:
         texts: supported kinds of each text encoder, see `dit.encoders.text_config`; `dit.pipeline_folder` has their
             entries and options.
         cuts_texts: the longest text is that of the tokenizer; otherwise it is an argument of the call, except for CLIP.
-        flow: it runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
-        adds_shift_factor: it adds the `shift_factor` of the autoencoder; the others ignore it.
+        flow: it runs flow matching and adds the `shift_factor` of an `AutoencoderKL`; otherwise it runs DDPM of
+            `REFERENCE_STEPS` steps and ignores this factor.
         guided_by_texts: guidance uses the embedding of the empty text as unconditional.
         scale: argument of the call for the scale of guidance; None for a part `guider` that has it.
         scale_of_none: value of this argument without guidance.
@@ -56,7 +56,6 @@ class Pipeline:
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
         shift_by_tokens: how the shift mu of the times depends on the number of tokens: `scheduler` if the call reads it
             from the scheduler; four numbers as in `FLUX2_SHIFT` if it computes mu itself; None for no such shift.
-        reads_sizes: it calls the model with the sizes and the crop of the original.
         reads_control, reads_reference: takes a control picture, which the autoencoder encodes; takes a picture to edit.
         reads_first_frame: `model_index.json` has the entry `expand_timesteps`, for one time per token.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
@@ -72,7 +71,6 @@ class Pipeline:
     texts: tuple[str, ...] = ()
     cuts_texts: bool = False
     flow: bool = True
-    adds_shift_factor: bool = False
     guided_by_texts: bool = True
     scale: Optional[str] = "guidance_scale"
     scale_of_none: float = 1.0
@@ -84,7 +82,6 @@ class Pipeline:
     times: Literal["even", "argument", "end", "none"] = "even"
     shift_by_tokens: Optional[Literal["scheduler"] | tuple[float, float, float, float]] = None
     draws_clips: bool = False
-    reads_sizes: bool = False
     reads_control: bool = False
     reads_reference: bool = False
     reads_first_frame: bool = False
@@ -125,13 +122,11 @@ PIPELINES = {
         "FluxPipeline",
         ("clip", "t5"),
         guided_by_texts=False,
-        adds_shift_factor=True,
         shift_by_tokens="scheduler",
     ),
     "ChromaTransformer2DModel": Pipeline(
         "ChromaPipeline",
         ("t5",),
-        adds_shift_factor=True,
         shift_by_tokens="scheduler",
         note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to scores of attention, so tokens attend to "
         "padding (huggingface/diffusers issue 13619); our sampler masks padding, as the published training",
@@ -156,21 +151,18 @@ PIPELINES = {
     "SD3Transformer2DModel": Pipeline(
         "StableDiffusion3Pipeline",
         ("clip_projected", "clip_projected", "t5"),
-        adds_shift_factor=True,
         times="argument",
         shift_by_tokens="scheduler",
     ),
     "Lumina2Transformer2DModel": Pipeline(
         "Lumina2Pipeline",
         ("gemma2",),
-        adds_shift_factor=True,
         compression=8,
         arguments=("cfg_normalization=False",),
     ),
     "ZImageTransformer2DModel": Pipeline(
         "ZImagePipeline",
         ("qwen3",),
-        adds_shift_factor=True,
         scale_of_none=0.0,
         times="end",
         shift_by_tokens="scheduler",
@@ -179,7 +171,6 @@ PIPELINES = {
         "PRXPipeline",
         ("t5gemma",),
         cuts_texts=True,
-        adds_shift_factor=True,
         times="none",
         reads_adapters=False,
         arguments=("use_resolution_binning=False",),
@@ -231,7 +222,6 @@ VARIANTS = {
             ("clip", "clip_projected"),
             flow=False,
             zeros="force_zeros_for_empty_prompt",
-            reads_sizes=True,
             index={"add_watermarker": False},
         ),
     ),
@@ -354,7 +344,6 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
         "control" * (not pipeline.reads_control),
         "first_frames",
         "context_2" * (not reads_second),
-        "size_and_crop" * (not pipeline.reads_sizes),
     }
     if extra := sorted(names & without):
         faults.append(f"has no {', '.join(extra)}, which this model takes")
@@ -432,7 +421,7 @@ def loading_lines(
         call += [f"num_frames={frames}"] if pipeline.draws_clips else []
         call += pictures
         call += [f"max_sequence_length={n}" for folder, n in most_tokens.items() if not pipeline.cuts(folder)]
-        if pipeline.reads_sizes:  # as our sampler, which takes latents of an eighth of the side
+        if trained.model.condition(SIZE_AND_CROP.name):  # as our sampler, which takes latents of an eighth of the side
             sides = tuple(map(int, size_and_crop(*trained.latent_size[1:])[4:].tolist()))
             call += [f"original_size={sides}", f"target_size={sides}"]
     else:
