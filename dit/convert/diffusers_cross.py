@@ -162,9 +162,8 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
         "text_projection.linear_(1|2)": "caption_projection.linear_(1|2)",
         "text_projection.norm": "caption_norm",
         "layers.#.(attention|cross_attention).(q|k)_layernorm": "transformer_blocks.#.attn(1|2).norm_(q|k)",
-        "layers.#.mlp.linear_fc1": "transformer_blocks.#.ff.conv_inverted",
+        "layers.#.mlp.linear_fc(1|2)": "transformer_blocks.#.ff.conv_(inverted|point)",
         "layers.#.mlp": "transformer_blocks.#.ff.conv_depth",
-        "layers.#.mlp.linear_fc2": "transformer_blocks.#.ff.conv_point",
     }
     time_shift = 3.0
     sampling: Mapping[str, Any] = {"num_steps": 20, "guidance_scale": 4.5}

@@ -25,16 +25,15 @@ MAX_NUMBER = 1e300  # larger numbers, integers included, are not accepted as set
 
 REQUIRED = ("model", "objective", "latent_size", "sampling")
 """Fields of `TrainedModel` that every record has; older exports lack some of the others."""
-OF_FILES = ("notes", "recorded")
-"""Fields of `TrainedModel` that are not part of a record."""
 
 Settings = TypeVar("Settings")
 
 
 def to_record(trained: TrainedModel) -> dict[str, Any]:
-    """Return a model's record, with JSON values only."""
+    """Return a model's record, with JSON values only; `notes` and `recorded` belong to imported files."""
+    names = [field.name for field in fields(trained) if field.name not in ("notes", "recorded")]
     return {
-        **{field.name: getattr(trained, field.name) for field in fields(trained) if field.name not in OF_FILES},
+        **{name: getattr(trained, name) for name in names},
         "model": asdict(trained.model),
         "objective": {"name": name_of(trained.objective), **asdict(trained.objective)},  # type: ignore[call-overload]
         "latent_size": list(trained.latent_size),
