@@ -65,7 +65,7 @@ def _at_1024(
     """Return a recipe on images of 1024 px with FSDP; layers are spread over `tensor` GPUs, tokens over `context`."""
 
     def training() -> run.Partial:
-        recipe = with_fsdp(flux(training.__name__, model()))  # the name of `named_recipe`
+        recipe = with_fsdp(flux(training.__name__, model()))  # `named_recipe` sets this name
         if tensor > 1:
             on_tensor_parallel(recipe, tensor)
         recipe.parallel.context_parallel_size = context
