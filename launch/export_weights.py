@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from dit.convert.diffusers_sampling import (
     PAGE,
     SCHEDULER_CONFIG,
     how_to_sample,
+    loop,
     num_steps_of,
     page,
     scheduler_config,
@@ -44,6 +46,7 @@ from dit.parallel.build import parameter_shapes
 from dit.pipeline_folder import TEXT_ENCODERS
 from dit.run_config import RunConfig
 from dit.settings import SamplingConfig
+from dit.terminal import counted
 
 EXACT = {"DDIMScheduler": "ddim", "FlowMatchEulerDiscreteScheduler": "euler"}
 """Our solver that a scheduler of diffusers computes."""
@@ -143,10 +146,11 @@ def write_diffusers_folder(trained: TrainedModel, weights: Callable[[], dict[str
     published = form.read_settings(settings).objective
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     notes += [*rules.export_notes(), *steps_notes(trained), *spacing_notes(form, trained)]
-    texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
-    scheduler = scheduler_config(trained.objective, num_steps_of(trained))
-    if scheduler is not None:
+    texts, code = {}, None
+    if (scheduler := scheduler_config(trained.objective, num_steps_of(trained))) is not None:
         texts[SCHEDULER_CONFIG] = to_json(scheduler)
+        code = loop(trained, scheduler["_class_name"]) if isinstance(trained.model, DiTConfig) else None
+    texts[PAGE] = page(trained, form.class_name, notes=notes, code=code)
     record = {CONFIG_KEY: to_record(trained)}
     tensors = rules.to_external(weights())
     write_diffusers({**settings, **record}, tensors, out, texts=texts)
@@ -189,7 +193,7 @@ def write_pipeline(
         scheduler = spaced_scheduler(objective, num_steps_of(trained))
         notes.append(f"the scheduler takes the noise levels of launch.sample in {num_steps_of(trained)} steps only")
     notes += steps_notes(trained)
-    if pipeline.note is not None and any(encoder.prompt == "plain" for encoder in encoders):
+    if pipeline.note is not None and any(encoder.prompt == "plain" for encoder in encoders.values()):
         notes.append(pipeline.note)
     notes += sampling_notes(pipeline, trained)
     solver, run_solver = EXACT[scheduler["_class_name"]], trained.sampling.get("solver")
@@ -199,15 +203,13 @@ def write_pipeline(
         )
 
     def write_parts(folder: Path) -> dict[str, str]:
-        VAE(autoencoder).save(folder / "vae", shift=pipeline.adds_shift_factor)
+        VAE(autoencoder).save(folder / "vae", shift=pipeline.flow)
         classes: dict[str, str] = {}
-        for part, encoder in zip(pipeline.texts, encoders, strict=True):
-            classes |= TextEncoder(encoder).save(folder, part.folder, cut=part.cut)
+        for name, encoder in encoders.items():
+            classes |= TextEncoder(encoder).save(folder, name, cut=pipeline.cuts(name))
         return {"model_index.json": to_json(model_index(pipeline, form, trained, classes))}
 
-    token_limits = {
-        part.folder: encoder.geometry().max_tokens for part, encoder in zip(pipeline.texts, encoders, strict=True)
-    }
+    token_limits = {name: encoder.geometry().max_tokens for name, encoder in encoders.items()}
     pixels = geometry.pixel_shape(*trained.latent_size)
     area = math.prod(pixels)
     if pipeline.reference_area not in (None, area):
@@ -275,29 +277,29 @@ def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[
     return geometry
 
 
-def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderConfig]:
-    """Return the text encoders of a pipeline, in its order."""
+def check_encoders(pipeline: Pipeline, line: Optional[str]) -> dict[str, TextEncoderConfig]:
+    """Return the text encoders of a pipeline by their folders."""
     if not pipeline.texts:
-        return []
+        return {}
     if line is None:
         raise ConfigError(
-            f"--format pipeline: {pipeline.class_name} needs {' and '.join(part.known for part in pipeline.texts)}, "
-            "and the run names no text encoder; give --text-encoder"
+            f"--format pipeline: {pipeline.class_name} needs {counted(len(pipeline.texts), 'text encoder')} "
+            f"({'; '.join(pipeline.texts)}), and the run names none; give --text-encoder"
         )
     with _naming("--text-encoder"):
         available = [(encoder, encoder.geometry().kind) for encoder in check_text_encoder(line).encoders]
-    encoders = []
-    for part in pipeline.texts:
-        template = TEXT_ENCODERS[pipeline.class_name][part.folder]
-        required, or_plain = TextEncoderConfig.parse(template.format("-")), pipeline.note is not None
-        fitting = [e for e, kind in available if kind in part.kinds and _fits(e, required, or_plain=or_plain)]
+    encoders = {}
+    for folder, kinds in pipeline.text_folders.items():
+        template, or_plain = TEXT_ENCODERS[pipeline.class_name][folder], pipeline.note is not None
+        required, supported = TextEncoderConfig.parse(template.format("-")), re.split(", | or ", kinds)
+        fitting = [e for e, kind in available if kind in supported and _fits(e, required, or_plain=or_plain)]
         if not fitting:
             raise ConfigError(
-                f"--format pipeline: {pipeline.class_name} needs {part.known}, `{template.format('NAME')}`; the texts "
-                f"of this run are of {line!r}; prepare the data with such an encoder, or use --format diffusers for "
-                "the model without a pipeline"
+                f"--format pipeline: {pipeline.class_name} needs a text encoder of kind {kinds}, "
+                f"`{template.format('NAME')}`; the texts of this run are of {line!r}; prepare the data with such an "
+                "encoder, or use --format diffusers for the model without a pipeline"
             )
-        encoders.append(fitting[0])
+        encoders[folder] = fitting[0]
     return encoders
 
 

@@ -7,9 +7,9 @@ import argparse
 import ast
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Optional, TypeAlias
 
 from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dit.convert.rules import RuleBook
     from dit.objectives.base import Objective
 
+Content: TypeAlias = tuple["TrainedModel", "RuleBook", dict[str, "Tensor"]]
+"""Model, rules and tensors of the imported files."""
 LORA = "lora"
 IMPORT_FORMATS = (*FORMATS, LORA)
 DESCRIPTION = (
@@ -87,19 +89,18 @@ def run(args: argparse.Namespace) -> list[str]:
     from dit.encoders.text_config import check_text_encoder
 
     objective = None if args.objective is None else read_objective(args.objective)
-    content = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
-    weights = content.rules.from_external(content.tensors)
+    trained, rules, tensors = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
+    weights = rules.from_external(tensors)
     if args.drop_variance:
-        mean, weights = drop_variance(content.trained, weights)
-        content = replace(content, trained=mean)
-    trained, notes = settle(content, objective)
+        trained, weights = drop_variance(trained, weights)
+    trained, notes = settle(trained, objective)
     if args.text_encoder is not None:
         trained = replace(trained, text_encoder=check_text_encoder(",".join(args.text_encoder)).recorded)
     elif trained.text_encoder is None and any(c.null == "empty text" for c in trained.model.conditions()):
         notes.append("guidance needs the embedding of the empty text: give --text-encoder, or sample without guidance")
     write_run(args, weights, trained)
-    zeros = [f"{name} is imported as zeros: {why}" for name, why in content.rules.unmatched.items()]
-    return [*trained.notes, *zeros, *content.notes, *notes]
+    zeros = [f"{name} is imported as zeros: {why}" for name, why in rules.unmatched.items()]
+    return [*trained.notes, *zeros, *notes]
 
 
 def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
@@ -151,31 +152,14 @@ def write_run(
         write_imported(Path(args.out), weights, trained, sampling, origin, base=base)
 
 
-@dataclass(frozen=True)
-class Content:
-    """The content of the imported files.
-
-    Attributes:
-        recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing
-            is assumed.
-    """
-
-    trained: "TrainedModel"
-    rules: "RuleBook"
-    tensors: dict[str, "Tensor"]
-    recorded: bool
-    notes: Sequence[str] = ()
-
-
-def settle(content: Content, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
+def settle(trained: "TrainedModel", objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
     """Return the model with its objective, and notes on the source of the metadata."""
-    trained = content.trained
-    origin = "recorded with the weights" if content.recorded else "that of the published weights of this class"
+    origin = "recorded with the weights" if trained.recorded else "that of the published weights of this class"
     notes = []
     if objective is None:
-        verb = "read" if content.recorded else "assumed"
+        verb = "read" if trained.recorded else "assumed"
         notes.append(f"{verb} objective: {trained.objective} ({origin})")
-        if not content.recorded:
+        if not trained.recorded:
             notes[-1] += "; give --objective if these were trained with another"
     elif objective != trained.objective:
         notes.append(f"--objective: {objective} is used, not {trained.objective} ({origin})")
@@ -226,27 +210,24 @@ def read_original(source: Path, args: argparse.Namespace) -> Content:
             raise ConfigError(
                 f"--num-attention-heads {args.num_attention_heads}: {source} records {heads}; leave the flag out"
             )
-    return Content(trained, original_rules(trained.model, trained.latent_size), tensors, record is not None)
+    return trained, original_rules(trained.model, trained.latent_size), tensors
 
 
 def read_diffusers_folder(source: Path) -> Content:
     """Read a folder in the diffusers layout: of a network, or of a pipeline."""
     from dit.checkpoint.diffusers_folder import read_network
-    from dit.convert.pipeline_import import check_single, network_folder
+    from dit.convert.pipeline_import import network_folder
     from dit.convert.sliced_weights import StoredTensors
     from dit.convert.state_files import index_of, read_tensors, weights_file
     from dit.pipeline_folder import name_a_part
 
-    check_single(source)
     folder = network_folder(source)
     if message := name_a_part(folder, "transformer", "unet", "vae", "vqvae"):
         raise ConfigError(message)
     network = read_network(source)
     is_pickle = not index_of(folder).exists() and weights_file(folder).suffix == ".bin"
     tensors = read_tensors(weights_file(folder)) if is_pickle else StoredTensors(folder).read_all()
-    trained = network.trained
-    rules = network.rules(trained.model)
-    return Content(trained, rules, tensors, network.recorded, network.notes)
+    return network.trained, network.rules(network.trained.model), tensors
 
 
 @one_line_errors

@@ -174,7 +174,7 @@ def _settings(base: str, *, published: bool = False) -> dict[str, Any]:
         network = read_network(folder)
         trained = network.trained
         settings: dict[str, Any] = {"model": trained.model}
-        if network.recorded or not published:
+        if trained.recorded or not published:
             settings["objective"] = trained.objective
         if not published:
             settings["sampling"] = build(SamplingConfig, trained.sampling, "the record's sampling")

@@ -4,6 +4,9 @@ Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers.
 Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import nemo_run as run
 
 from dit.models.base import ModelConfig
@@ -14,7 +17,7 @@ from dit.optimizer.schedules import Constant
 from dit.settings import OptimizerConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.base import part
+from recipes.base import named_recipe, part
 from recipes.dit import as_mock, flow_conditional, in_seconds, on_tensor_parallel, with_fsdp
 from recipes.models import (
     flux2_dev,
@@ -51,22 +54,27 @@ def flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
 
 def _at_1024(
-    name: str,
-    model: run.Config[ModelConfig],
-    folder: str,
+    model: Callable[[], run.Config[Any]],
+    data: str,
     *,
     tensor: int = 1,
+    context: int = 1,
     batch: int = 8,
     time_shift: float = 1.0,
-) -> run.Partial:
-    """Return a training on images of 1024 px with FSDP, and with layers spread over `tensor` GPUs."""
-    recipe = with_fsdp(flux(name, model))
-    if tensor > 1:
-        on_tensor_parallel(recipe, tensor)
-    recipe.data = run.Config(EnergonData, path=folder, max_tokens_per_sample=4096, bucket_by_shape=True)
-    recipe.training.global_batch_size = batch
-    recipe.objective.time_shift = time_shift
-    return recipe
+) -> Callable[[], run.Partial]:
+    """Return a recipe on images of 1024 px with FSDP; layers are spread over `tensor` GPUs, tokens over `context`."""
+
+    def training() -> run.Partial:
+        recipe = with_fsdp(flux(training.__name__, model()))  # `named_recipe` sets this name
+        if tensor > 1:
+            on_tensor_parallel(recipe, tensor)
+        recipe.parallel.context_parallel_size = context
+        recipe.data = run.Config(EnergonData, path=f"data/{data}", max_tokens_per_sample=4096, bucket_by_shape=True)
+        recipe.training.global_batch_size = batch
+        recipe.objective.time_shift = time_shift
+        return recipe
+
+    return training
 
 
 @run.cli.factory(target=pretrain)
@@ -90,15 +98,11 @@ def flux_535m() -> run.Partial:
     return as_mock(flux("flux_535m", flux_two_layers()), IMAGE_1024, text_tokens=256)
 
 
-@run.cli.factory(target=pretrain)
-def flux_12b() -> run.Partial:
-    """FLUX.1 (11.9 B) on images of 1024 px: 8 x 80 GB.
+flux_12b = named_recipe("flux_12b", _at_1024(flux_dev, "latents_1024", tensor=2, context=2, batch=2))
+"""FLUX.1 (11.9 B) on images of 1024 px: 8 x 80 GB.
 
-    `--dryrun` estimates 43 GiB on each GPU.
-    """
-    recipe = _at_1024("flux_12b", flux_dev(), "data/latents_1024", tensor=2, batch=2)
-    recipe.parallel.context_parallel_size = 2
-    return recipe
+`--dryrun` estimates 43 GiB on each GPU.
+"""
 
 
 @run.cli.factory(target=pretrain)
@@ -130,77 +134,56 @@ def flux_mlperf() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def flux2_32b() -> run.Partial:
-    """FLUX.2 dev (32.2 B) on images of 1024 px: 16 x 80 GB.
+flux2_32b = named_recipe("flux2_32b", _at_1024(flux2_dev, "latents_1024_flux2", tensor=4, batch=16))
+"""FLUX.2 dev (32.2 B) on images of 1024 px: 16 x 80 GB.
 
-    `--dryrun` estimates 60 GiB on each GPU. The network gets a guidance scale of 4, as the published one. Texts: layers
-    10, 20 and 30 of Mistral-3, stacked.
-    """
-    return _at_1024("flux2_32b", flux2_dev(), "data/latents_1024_flux2", tensor=4, batch=16)
+`--dryrun` estimates 60 GiB on each GPU. The network gets a guidance scale of 4, as the published one. Texts: layers
+10, 20 and 30 of Mistral-3, stacked.
+"""
 
+flux2_klein_9b_1024 = named_recipe("flux2_klein_9b_1024", _at_1024(flux2_klein_9b, "latents_1024_klein_9b", tensor=2))
+"""FLUX.2 klein 9B (9.08 B) on images of 1024 px: 8 x 80 GB.
 
-@run.cli.factory(target=pretrain)
-def flux2_klein_9b_1024() -> run.Partial:
-    """FLUX.2 klein 9B (9.08 B) on images of 1024 px: 8 x 80 GB.
+`--dryrun` estimates 39 GiB on each GPU. Texts: three layers of Qwen3-8B, stacked.
+"""
 
-    `--dryrun` estimates 39 GiB on each GPU. Texts: three layers of Qwen3-8B, stacked.
-    """
-    return _at_1024("flux2_klein_9b_1024", flux2_klein_9b(), "data/latents_1024_klein_9b", tensor=2)
+flux2_klein_4b_1024 = named_recipe("flux2_klein_4b_1024", _at_1024(flux2_klein_4b, "latents_1024_klein_4b"))
+"""FLUX.2 klein 4B (3.88 B) on images of 1024 px: 8 x 80 GB.
 
+`--dryrun` estimates 28 GiB on each GPU. Texts: three layers of Qwen3-4B, stacked.
+"""
 
-@run.cli.factory(target=pretrain)
-def flux2_klein_4b_1024() -> run.Partial:
-    """FLUX.2 klein 4B (3.88 B) on images of 1024 px: 8 x 80 GB.
+qwen_image_1024 = named_recipe(
+    "qwen_image_1024", _at_1024(qwen_image_20b, "latents_1024_qwen_image", tensor=4, batch=16)
+)
+"""Qwen-Image (20.4 B) on images of 1024 px: 16 x 80 GB.
 
-    `--dryrun` estimates 28 GiB on each GPU. Texts: three layers of Qwen3-4B, stacked.
-    """
-    return _at_1024("flux2_klein_4b_1024", flux2_klein_4b(), "data/latents_1024_klein_4b")
+Texts: the last layer of Qwen2.5-VL 7B, without the tokens of the template.
+"""
 
+sd3_5_large_1024 = named_recipe("sd3_5_large_1024", _at_1024(sd3_5_large, "latents_1024_sd3", tensor=2, time_shift=3.0))
+"""Stable Diffusion 3.5 large (8.06 B) on images of 1024 px, TP 2 + SP, FSDP, 8 images per step: 8 x 80 GB.
 
-@run.cli.factory(target=pretrain)
-def qwen_image_1024() -> run.Partial:
-    """Qwen-Image (20.4 B) on images of 1024 px: 16 x 80 GB.
+`--dryrun` estimates 33 GiB on each GPU. Times are shifted by 3, as published. Texts: 77 tokens of both CLIP models,
+joined along the width and padded to 4096, then those of T5-XXL.
+"""
 
-    Texts: the last layer of Qwen2.5-VL 7B, without the tokens of the template.
-    """
-    return _at_1024("qwen_image_1024", qwen_image_20b(), "data/latents_1024_qwen_image", tensor=4, batch=16)
+sd3_5_medium_1024 = named_recipe("sd3_5_medium_1024", _at_1024(sd3_5_medium, "latents_1024_sd3", time_shift=3.0))
+"""Stable Diffusion 3.5 medium (2.24 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
 
+`--dryrun` estimates 16 GiB on each GPU. Times and texts as in `sd3_5_large_1024`.
+"""
 
-@run.cli.factory(target=pretrain)
-def sd3_5_large_1024() -> run.Partial:
-    """Stable Diffusion 3.5 large (8.06 B) on images of 1024 px, TP 2 + SP, FSDP, 8 images per step: 8 x 80 GB.
+lumina2_1024 = named_recipe("lumina2_1024", _at_1024(lumina2_2b, "latents_1024_lumina2", time_shift=6.0))
+"""Lumina-Image 2.0 (2.61 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
 
-    `--dryrun` estimates 33 GiB on each GPU. Times are shifted by 3, as published. Texts: 77 tokens of both CLIP models,
-    joined along the width and padded to 4096, then those of T5-XXL.
-    """
-    return _at_1024("sd3_5_large_1024", sd3_5_large(), "data/latents_1024_sd3", tensor=2, time_shift=3.0)
+`--dryrun` estimates 26 GiB on each GPU. Times are shifted by 6, as the published sampler. Texts: the layer
+before the last of Gemma 2 2B.
+"""
 
+z_image_1024 = named_recipe("z_image_1024", _at_1024(z_image_6b, "latents_1024_z_image", time_shift=3.0))
+"""Z-Image (6.15 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
 
-@run.cli.factory(target=pretrain)
-def sd3_5_medium_1024() -> run.Partial:
-    """Stable Diffusion 3.5 medium (2.24 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
-
-    `--dryrun` estimates 16 GiB on each GPU. Times and texts as in `sd3_5_large_1024`.
-    """
-    return _at_1024("sd3_5_medium_1024", sd3_5_medium(), "data/latents_1024_sd3", time_shift=3.0)
-
-
-@run.cli.factory(target=pretrain)
-def lumina2_1024() -> run.Partial:
-    """Lumina-Image 2.0 (2.61 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
-
-    `--dryrun` estimates 26 GiB on each GPU. Times are shifted by 6, as the published sampler. Texts: the layer
-    before the last of Gemma 2 2B.
-    """
-    return _at_1024("lumina2_1024", lumina2_2b(), "data/latents_1024_lumina2", time_shift=6.0)
-
-
-@run.cli.factory(target=pretrain)
-def z_image_1024() -> run.Partial:
-    """Z-Image (6.15 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
-
-    `--dryrun` estimates 46 GiB on each GPU. Times are shifted by 3, as the published sampler. Texts: the layer before
-    the last of Qwen3-4B.
-    """
-    return _at_1024("z_image_1024", z_image_6b(), "data/latents_1024_z_image", time_shift=3.0)
+`--dryrun` estimates 46 GiB on each GPU. Times are shifted by 3, as the published sampler. Texts: the layer before
+the last of Qwen3-4B.
+"""

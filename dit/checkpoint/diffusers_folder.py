@@ -59,15 +59,11 @@ class Network:
 
     Attributes:
         trained: our model, with published defaults for values that are not in the files.
-        recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing is
-            assumed.
     """
 
     folder: Path
     form: DiffusersFormat[ModelConfig]
     trained: TrainedModel
-    recorded: bool
-    notes: Sequence[str] = ()
 
     @property
     def model(self) -> ModelConfig:
@@ -142,25 +138,23 @@ def read_network(source: Path) -> Network:
         trained = form.read_settings(settings)
         if CONFIG_KEY in settings:
             trained = _exported(settings, form)
-        of_pipeline = complete(trained, folder)
-        notes = list(of_pipeline.notes)
+        completed = complete(trained, folder)
         if CONFIG_KEY not in settings:
-            trained = of_pipeline.trained
-            if of_pipeline.has_schedule and not notes:
-                notes += spacing_notes(form, trained)
+            is_noted = not completed.recorded or len(completed.notes) > len(trained.notes)
+            trained = completed
+            added = [] if is_noted else spacing_notes(form, trained)
         else:
-            trained = replace(trained, autoencoder=of_pipeline.trained.autoencoder)
-            if (line := of_pipeline.trained.text_encoder) is not None:
+            if (line := completed.text_encoder) is not None:
                 trained = replace(trained, text_encoder=with_folders_of(line, trained.text_encoder))
-            pipeline, read = pipeline_class(form, trained.model), of_pipeline.trained.objective
+            pipeline, read, objective = pipeline_class(form, trained.model), completed.objective, trained.objective
             # A scheduler that spaces its steps itself has another shift.
-            if pipeline is not None and pipeline.times != "none" and read != trained.objective:
-                notes.append(f"the objective is {trained.objective} of the record; that of scheduler/ is {read}")
+            differs = pipeline is not None and pipeline.times != "none" and read != objective
+            added = [f"the objective is {objective} of the record; that of scheduler/ is {read}"] * differs
+        trained = replace(trained, autoencoder=completed.autoencoder, notes=[*completed.notes, *added])
         trained.model.validate()
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from error
-    recorded = CONFIG_KEY in settings or of_pipeline.has_schedule
-    return Network(folder, form, trained, recorded, notes)
+    return Network(folder, form, trained)
 
 
 def _exported(settings: Mapping[str, Any], form: DiffusersFormat[ModelConfig]) -> TrainedModel:
@@ -215,7 +209,7 @@ class FolderWeights:
         self._stored = StoredTensors(network.folder)
         self._sliced = SlicedWeights(rules, self._stored)
         zeros = [f"{name} starts as zeros: {why}" for name, why in rules.unmatched.items()]
-        self.notes = [*network.trained.notes, *network.notes, *zeros]
+        self.notes = [*network.trained.notes, *zeros]
         self.num_parameters = sum(Box.of(rules.shapes[rule.name]).numel for rule in rules.rules)
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:

@@ -26,11 +26,6 @@ NAMES = {
     "codebook.entries": "quantize.embedding.weight",
 }
 """Parts of names: ours, diffusers'."""
-SAME = (
-    *("in_channels", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups"),
-    "mid_block_add_attention",
-)
-"""Settings with the same name and value in diffusers."""
 
 
 class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
@@ -39,31 +34,26 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
     class_name = "AutoencoderKL"
     config_class = AutoencoderConfig
     other: Collection[str] = ("force_upcast", "scaling_factor")
-    same: Mapping[str, str] = {name: name for name in (*SAME, "shift_factor")}
     free = ("scaling_factor",)
-    has_outputs = False
 
     def describes(self, model: ModelConfig) -> bool:
         return super().describes(model) and not model.quantizes
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        return super().read_sizes(published) | {
-            "patch_spatial": 2 ** (len(published["block_out_channels"]) - 1),
-            "scaling_factor": published["scaling_factor"],
-        }
+        halvings = len(published["block_out_channels"]) - 1
+        return super().read_sizes(published) | {"patch_spatial": 2**halvings}
 
     def trained(self, model: AutoencoderConfig, published: Mapping[str, Any]) -> TrainedModel:
         objective, size = VQAutoencoding() if model.quantizes else Autoencoding(), published["sample_size"]
         return TrainedModel(model, objective, (1, size, size), {})
 
     def write_sizes(self, model: AutoencoderConfig, latent_size: LatentSize) -> dict[str, Any]:
-        scale = {} if model.scaling_factor is None else {"scaling_factor": model.scaling_factor}
-        return super().write_sizes(model, latent_size) | {
-            "out_channels": model.in_channels,
+        settings, default = super().write_sizes(model, latent_size), self.defaults["scaling_factor"]
+        return settings | {
+            "scaling_factor": default if model.scaling_factor is None else model.scaling_factor,
             "down_block_types": [DOWN] * len(model.block_out_channels),
             "up_block_types": [UP] * len(model.block_out_channels),
             "sample_size": latent_size[1],
-            **scale,
         }
 
     def rules(self, model: AutoencoderConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
@@ -75,7 +65,7 @@ class DiffusersVQModel(DiffusersAutoencoder):
 
     class_name = "VQModel"
     other = (*DiffusersAutoencoder.other, "vq_embed_dim")
-    same: Mapping[str, str] = {**dict(zip(SAME, SAME)), "codebook_size": "num_vq_embeddings"}
+    same: Mapping[str, str] = {"codebook_size": "num_vq_embeddings"}
 
     def describes(self, model: ModelConfig) -> bool:
         return type(model) is self.config_class and model.quantizes

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, patches, square_side
 from dit.convert.original_dit import trained_objective
-from dit.convert.rules import POINTWISE, Axes, ByHead, Form
+from dit.convert.rules import POINTWISE, Axes, ByHead, Form, Same
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.sana.config import SanaConfig
@@ -52,12 +52,7 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         *("dropout", "norm_num_groups", "num_embeds_ada_norm", "upcast_attention", "interpolation_scale"),
         "use_additional_conditions",
     )
-    same: Mapping[str, str] = {
-        "in_channels": "in_channels",
-        "num_layers": "num_layers",
-        "patch_spatial": "patch_size",
-        "context_size": "caption_channels",
-    }
+    same: Mapping[str, str] = {"patch_spatial": "patch_size"}
     free = ("position_span",)
     names: Mapping[str, str] = {
         **{name.replace(".attention", ".attentions.full"): layer for name, layer in CROSS_ATTENTION.items()},
@@ -114,12 +109,7 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         }
 
     def forms(self, model: STDiTConfig) -> Mapping[str, Form]:
-        three, two = (ByHead(model.num_attention_heads, (model.head_size,) * parts) for parts in (3, 2))
-        return {
-            "embed.linear.weight": patches("d c ph pw -> d (ph pw c)", model),
-            "layers.#.attentions.full.linear_qkv": three,
-            "layers.#.cross_attention.linear_kv": two,
-        }
+        return {**super().forms(model), "embed.linear.weight": patches("d c ph pw -> d (ph pw c)", model)}
 
     def tables(self, model: STDiTConfig, latent_size: LatentSize) -> Mapping[str, Tensor]:
         side = square_side(self.class_name, latent_size, model.patch_spatial)[0] // model.patch_spatial
@@ -163,13 +153,7 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
     class_name = "SanaTransformer2DModel"
     config_class = SanaConfig
     other = ("guidance_embeds_scale",)
-    same: Mapping[str, str] = {
-        "in_channels": "in_channels",
-        "num_layers": "num_layers",
-        "num_cross_attention_heads": "num_cross_attention_heads",
-        "patch_spatial": "patch_size",
-        "context_size": "caption_channels",
-    }
+    same: Mapping[str, str] = {"patch_spatial": "patch_size"}
     names: Mapping[str, str] = {
         **CROSS_ATTENTION,
         "embed.linear": "patch_embed.proj",
@@ -178,9 +162,8 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
         "text_projection.linear_(1|2)": "caption_projection.linear_(1|2)",
         "text_projection.norm": "caption_norm",
         "layers.#.(attention|cross_attention).(q|k)_layernorm": "transformer_blocks.#.attn(1|2).norm_(q|k)",
-        "layers.#.mlp.linear_fc1": "transformer_blocks.#.ff.conv_inverted",
+        "layers.#.mlp.linear_fc(1|2)": "transformer_blocks.#.ff.conv_(inverted|point)",
         "layers.#.mlp": "transformer_blocks.#.ff.conv_depth",
-        "layers.#.mlp.linear_fc2": "transformer_blocks.#.ff.conv_point",
     }
     time_shift = 3.0
     sampling: Mapping[str, Any] = {"num_steps": 20, "guidance_scale": 4.5}
@@ -198,8 +181,8 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
     def forms(self, model: SanaConfig) -> Mapping[str, Form]:
         cross_heads = model.num_cross_attention_heads
         return {
+            **super().forms(model),
             "embed.linear.weight": patches("d c ph pw -> d (ph pw c)", model),
-            "layers.#.attention.linear_qkv": ByHead(model.num_attention_heads, (model.head_size,) * 3),
             "layers.#.cross_attention.linear_kv": ByHead(cross_heads, (model.hidden_size // cross_heads,) * 2),
             "layers.#.mlp.linear_fc1": GatesSecond(pointwise=True),
             "layers.#.mlp": GatesSecond(),
@@ -220,13 +203,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
     class_name = "WanTransformer3DModel"
     config_class = WanConfig
     other = ("rope_max_seq_len",)
-    same: Mapping[str, str] = {
-        "in_channels": "in_channels",
-        "num_layers": "num_layers",
-        "context_size": "text_dim",
-        "ffn_hidden_size": "ffn_dim",
-        "layernorm_epsilon": "eps",
-    }
+    same: Mapping[str, str] = {"ffn_hidden_size": "ffn_dim"}
     names: Mapping[str, str] = {
         **{name: layer.replace("transformer_blocks", "blocks") for name, layer in CROSS_ATTENTION.items()},
         "embed.linear": "patch_embedding",
@@ -250,14 +227,6 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         patch_temporal, patch_spatial, *_ = published["patch_size"]
         return super().read_sizes(published) | {"patch_temporal": patch_temporal, "patch_spatial": patch_spatial}
 
-    def trained(self, model: WanConfig, published: Mapping[str, Any]) -> TrainedModel:
-        if published["in_channels"] > (published["out_channels"] or published["in_channels"]):
-            raise ConfigError(
-                f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
-                "network also reads a picture or a control clip, which WanConfig does not; use the text-to-video one"
-            )
-        return super().trained(model, published)
-
     def write_sizes(self, model: WanConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
             "patch_size": [model.patch_temporal, model.patch_spatial, model.patch_spatial],
@@ -265,12 +234,12 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         }
 
     def forms(self, model: WanConfig) -> Mapping[str, Form]:
-        heads, size = model.num_attention_heads, model.head_size
+        sizes = {"n": model.num_attention_heads, "two": 2}
         return {
+            **super().forms(model),
             "embed.linear.weight": patches("d c pt ph pw -> d (ph pw pt c)", model),
-            "layers.#.attention.linear_qkv": ByHead(heads, (size,) * 3, turned=(0, 1)),
-            "layers.#.attention.(q|k)_layernorm": Axes("(n half two) -> (n two half)", {"n": heads, "two": 2}),
-            "layers.#.cross_attention.linear_kv": ByHead(heads, (size,) * 2),
+            "layers.#.attention.(q|k)_layernorm": Axes("(n half two) -> (n two half)", sizes),
+            "layers.#.cross_attention.(q|k)_layernorm": Same(),
             "(layers.#.modulation|head).table": Axes("one k d -> (one k) d", {"one": 1}),
             "head.linear": patches("(pt ph pw c) ... -> (ph pw pt c) ...", model),
         }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, patches, square_side
 from dit.convert.original_dit import check_class_dit, position_table, published_sampling, trained_objective
-from dit.convert.rules import ByHead, Copies, Form
+from dit.convert.rules import Copies, Form
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
@@ -32,12 +32,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
     aliases = ("Transformer2DModel",)
     config_class = DiTConfig
     other = ("dropout", "norm_num_groups", "upcast_attention", "norm_eps")
-    same: Mapping[str, str] = {
-        "in_channels": "in_channels",
-        "num_layers": "num_layers",
-        "patch_spatial": "patch_size",
-        "num_classes": "num_embeds_ada_norm",
-    }
+    same: Mapping[str, str] = {"patch_spatial": "patch_size", "num_classes": "num_embeds_ada_norm"}
     names: Mapping[str, str] = {
         "embed": "pos_embed.proj",
         "conditioner.time.linear_(1|2)": "transformer_blocks.#.norm1.emb.timestep_embedder.linear_(1|2)",
@@ -49,7 +44,6 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         "head.(modulation|linear)": "proj_out_(1|2)",
     }
     free = ("routing", "time_frequency_shift")
-    samples_by_class = True
 
     def trained(self, model: DiTConfig, published: Mapping[str, Any]) -> TrainedModel:
         notes = []
@@ -89,11 +83,10 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         return replace(trained, model=model, class_names=names), {**weights, name: table}
 
     def forms(self, model: DiTConfig) -> Mapping[str, Form]:
-        heads = model.num_attention_heads
         return {
+            **super().forms(model),
             "embed.weight": patches("d c ph pw -> d (ph pw c)", model),
             "conditioner.(time.linear_1|time.linear_2|label)": Copies(model.num_layers),
-            "layers.#.attention.linear_qkv": ByHead(heads, (model.hidden_size // heads,) * 3),
         }
 
     def tables(self, model: DiTConfig, latent_size: LatentSize) -> Mapping[str, Tensor]:

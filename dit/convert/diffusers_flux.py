@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Optional
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel
-from dit.convert.diffusers_streams import COMFYUI_ATTENTION, FEED_FORWARD, JOINT, DiffusersTokens, Model, embedder_names
+from dit.convert.diffusers_streams import COMFYUI_ATTENTION, EMBEDDERS, FEED_FORWARD, JOINT, DiffusersTokens, Model
 from dit.convert.rules import ONLY_SUPPORTED, Axes, ByHead, Form
 from dit.errors import ConfigError
 from dit.models.chroma.config import ChromaConfig
@@ -40,15 +40,12 @@ class Flux1Blocks(DiffusersTokens[Model]):
     ordered by head.
     """
 
-    same: Mapping[str, str] = {**DiffusersTokens.same, "num_single_layers": "num_single_layers"}
     time_shift = 3.0
     comfyui: Mapping[str, str] = {
         **COMFYUI_ATTENTION,
         "img_in": "x_embedder",
-        "double_blocks.#.img_mlp.(0|2)": "transformer_blocks.#.ff.net.(0.proj|2)",
-        "double_blocks.#.img_mod.lin": "transformer_blocks.#.norm1.linear",
-        "double_blocks.#.txt_mlp.(0|2)": "transformer_blocks.#.ff_context.net.(0.proj|2)",
-        "double_blocks.#.txt_mod.lin": "transformer_blocks.#.norm1_context.linear",
+        "double_blocks.#.(img|txt)_mlp.(0|2)": "transformer_blocks.#.ff(|_context).net.(0.proj|2)",
+        "double_blocks.#.(img|txt)_mod.lin": "transformer_blocks.#.norm1(|_context).linear",
         "single_blocks.#.linear1": "single_transformer_blocks.#.(attn.to_q|attn.to_k|attn.to_v|proj_mlp)",
         "single_blocks.#.linear2": "single_transformer_blocks.#.proj_out",
         "single_blocks.#.modulation.lin": "single_transformer_blocks.#.norm.linear",
@@ -72,11 +69,11 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
 
     class_name = "FluxTransformer2DModel"
     config_class = FluxConfig
-    same: Mapping[str, str] = {**Flux1Blocks.same, "pooled_size": "pooled_projection_dim"}
     free = ("guidance",)
     names: Mapping[str, str] = {
         **BLOCKS,
-        **embedder_names("time_text_embed", time="timestep", pooled="text", guidance="guidance"),
+        **EMBEDDERS,
+        "conditioner.guidance.linear_(1|2)": "time_text_embed.guidance_embedder.linear_(1|2)",
     }
     sampling: Mapping[str, Any] = {"num_steps": 28, "guidance_scale": 1.0}
 
@@ -85,15 +82,6 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
         if sizes["in_channels"] == 2 * (channels := sizes["out_channels"] or 0):
             sizes |= {"in_channels": channels, "out_channels": None, "control_channels": channels}
         return sizes | {"guidance": DEV_GUIDANCE if published["guidance_embeds"] else None, "null_text": "learned"}
-
-    def trained(self, model: FluxConfig, published: Mapping[str, Any]) -> TrainedModel:
-        if model.in_channels > (model.out_channels or model.in_channels):
-            raise ConfigError(
-                f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
-                "network also reads a mask or other pictures (inpainting), which FluxConfig does not; use the "
-                "text-to-image network"
-            )
-        return super().trained(model, published)
 
     def write_sizes(self, model: FluxConfig, latent_size: LatentSize) -> dict[str, Any]:
         if model.pooled_size is None:
@@ -136,21 +124,13 @@ class DiffusersFlux2(DiffusersTokens[Flux2Config]):
 
     class_name = "Flux2Transformer2DModel"
     config_class = Flux2Config
-    has_outputs = False
-    same: Mapping[str, str] = {
-        **DiffusersTokens.same,
-        "num_single_layers": "num_single_layers",
-        "rope_theta": "rope_theta",
-        "layernorm_epsilon": "eps",
-    }
     free = ("guidance",)
     names: Mapping[str, str] = {
         **JOINT,
-        **embedder_names("time_guidance_embed", time="timestep", guidance="guidance"),
+        "conditioner.(time|guidance).linear_(1|2)": "time_guidance_embed.(timestep|guidance)_embedder.linear_(1|2)",
         "modulation.linear": "(double_stream_modulation_txt|double_stream_modulation_img|single_stream_modulation)"
         ".linear",
-        "layers.#.image.mlp.linear_fc(1|2)": "transformer_blocks.#.ff.linear_(in|out)",
-        "layers.#.text.mlp.linear_fc(1|2)": "transformer_blocks.#.ff_context.linear_(in|out)",
+        "layers.#.(image|text).mlp.linear_fc(1|2)": "transformer_blocks.#.ff(|_context).linear_(in|out)",
         "single.#.linear_in": "single_transformer_blocks.#.attn.to_qkv_mlp_proj",
         "single.#.linear_out": "single_transformer_blocks.#.attn.to_out",
         "single.#.(q|k)_layernorm": "single_transformer_blocks.#.attn.norm_(q|k)",
@@ -159,8 +139,7 @@ class DiffusersFlux2(DiffusersTokens[Flux2Config]):
     sampling: Mapping[str, Any] = {"num_steps": 50, "guidance_scale": 1.0}
     comfyui: Mapping[str, str] = {
         **COMFYUI_ATTENTION,
-        "double_blocks.#.img_mlp.(0|2)": "transformer_blocks.#.ff.linear_(in|out)",
-        "double_blocks.#.txt_mlp.(0|2)": "transformer_blocks.#.ff_context.linear_(in|out)",
+        "double_blocks.#.(img|txt)_mlp.(0|2)": "transformer_blocks.#.ff(|_context).linear_(in|out)",
         "single_blocks.#.linear1": "single_transformer_blocks.#.attn.to_qkv_mlp_proj",
         "single_blocks.#.linear2": "single_transformer_blocks.#.attn.to_out",
     }
@@ -196,16 +175,15 @@ class DiffusersQwenImage(DiffusersTokens[QwenImageConfig]):
 
     class_name = "QwenImageTransformer2DModel"
     config_class = QwenImageConfig
-    same: Mapping[str, str] = {**DiffusersTokens.same, "clean_reference_time": "zero_cond_t"}
+    same: Mapping[str, str] = {"clean_reference_time": "zero_cond_t"}
     names: Mapping[str, str] = {
         **JOINT,
-        **embedder_names("time_text_embed", time="timestep"),
+        **EMBEDDERS,
         "embed.linear": "img_in",
         "embed_text": "txt_in",
         "text_norm": "txt_norm",
         "layers.#.(image|text).modulation.linear": "transformer_blocks.#.(img|txt)_mod.1",
-        "layers.#.image.mlp.linear_fc(1|2)": "transformer_blocks.#.img_mlp.net.(0.proj|2)",
-        "layers.#.text.mlp.linear_fc(1|2)": "transformer_blocks.#.txt_mlp.net.(0.proj|2)",
+        "layers.#.(image|text).mlp.linear_fc(1|2)": "transformer_blocks.#.(img|txt)_mlp.net.(0.proj|2)",
     }
     time_shift = 3.0
     sampling: Mapping[str, Any] = {"num_steps": 50, "guidance_scale": 4.0, "guidance_norm": True}

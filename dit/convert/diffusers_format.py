@@ -4,7 +4,7 @@ import importlib
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,9 @@ from torch import Tensor
 from dit.convert import DIFFUSERS
 from dit.convert.rules import (
     ONLY_SUPPORTED,
+    TURNED_HEAD,
     Axes,
+    ByHead,
     Form,
     RuleBook,
     Shape,
@@ -34,6 +36,15 @@ from dit.safe_files import read_yaml, valid_entries
 VERSION = "0.38.0"
 """The release of diffusers that tests compare exports with."""
 ARGUMENTS = Path(__file__).with_name("diffusers_arguments.yaml")
+
+USUAL = {
+    "context_size": ("joint_attention_dim", "caption_channels", "cap_feat_dim", "context_in_dim", "text_dim"),
+    "pooled_size": ("pooled_projection_dim",),
+    "rope_axes": ("axes_dims_rope", "axes_dim_rope", "axes_dims", "rope_axes_dim"),
+    "layernorm_epsilon": ("eps",),
+    "num_joint_layers": ("num_layers",),
+}
+"""Names in diffusers of settings with equal values, by ours."""
 
 LatentSize = tuple[int, int, int]
 Model = TypeVar("Model", bound=ModelConfig)
@@ -54,7 +65,9 @@ class TrainedModel:
         clean_parts: parts of training samples without noise, `reference` (`data.references`) and `first_frame`
             (`data.clean_first_frame`).
         reference_aspect: `--aspect` by which references of the training data were cropped; None if unknown.
-        notes: sentences about differences in our network.
+        notes: sentences about differences in our network, and about the files.
+        recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing is
+            assumed.
     """
 
     model: ModelConfig
@@ -70,6 +83,7 @@ class TrainedModel:
     clean_parts: list[str] = field(default_factory=list)
     reference_aspect: Optional[str] = None
     notes: list[str] = field(default_factory=list)
+    recorded: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if math.prod(self.latent_size) > MOST_POSITIONS:
@@ -140,15 +154,13 @@ class DiffusersFormat(Generic[Model]):
         aliases: older names of this class, distinguished from others by `norm_type`.
         other: arguments without effect on the network, or with several values for one network. All others, except
             `mlp_ratio`, must have the values that `write` returns for the model.
-        same: diffusers' names of settings with equal values, by ours.
+        same: diffusers' names of settings with equal values, by ours, in addition to equal names and `USUAL`.
         free: our settings that a model may have with any value, though `config.json` does not store them exactly.
-        has_outputs: whether `out_channels` of the class is our setting of this name.
         names: diffusers' names of layers by ours, as in `layer_rules`.
         stored_tables: whether files contain the results of `tables`.
         latent_size: (T, H, W) of training, if it is not in the settings.
         time_shift: time shift of the published models' flow matching.
         sampling: steps and guidance of their pipeline.
-        samples_by_class: the class is the model's only condition.
         comfyui: names of layers in diffusers, by their names in ComfyUI (of the original code), as in `expanded`.
         part: name of the model in diffusers' pipelines, and prefix of its adapters.
     """
@@ -159,13 +171,11 @@ class DiffusersFormat(Generic[Model]):
     other: Collection[str] = ()
     same: Mapping[str, str] = MappingProxyType({})
     free: Collection[str] = ()
-    has_outputs: bool = True
     names: Mapping[str, str] = MappingProxyType({})
     stored_tables: bool = False
     latent_size: LatentSize
     time_shift: float
     sampling: Mapping[str, Any]
-    samples_by_class: bool = False
     comfyui: Mapping[str, str] = MappingProxyType({})
     part: str = "transformer"
 
@@ -173,6 +183,13 @@ class DiffusersFormat(Generic[Model]):
     def defaults(self) -> Mapping[str, Any]:
         """Every argument of the diffusers constructor with its default."""
         return arguments_of(self.class_name)
+
+    @property
+    def equal(self) -> dict[str, str]:
+        """Diffusers' names of all settings with equal values, by ours."""
+        own = [setting.name for setting in fields(self.config_class)]
+        names = {name: [theirs for theirs in (name, *USUAL.get(name, ())) if theirs in self.defaults] for name in own}
+        return {name: theirs[0] for name, theirs in names.items() if theirs} | dict(self.same)
 
     def network(self, published: Mapping[str, Any]) -> Model:
         """Return our network for diffusers' settings, completed by `defaults`."""
@@ -182,20 +199,24 @@ class DiffusersFormat(Generic[Model]):
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Return our settings for diffusers' settings."""
         sizes: dict[str, Any] = {"null_text": "empty"} if hasattr(self.config_class, "null_text") else {}
-        sizes |= {ours: published[theirs] for ours, theirs in self.same.items()}
+        sizes |= {ours: published[theirs] for ours, theirs in self.equal.items()}
         sizes |= {name: float(sizes[name]) for name in ("rope_theta", "time_scale") if name in sizes}
         if "attention_head_dim" in self.defaults:
-            heads = published["num_attention_heads"]
-            sizes |= {"num_attention_heads": heads, "hidden_size": heads * published["attention_head_dim"]}
+            sizes["hidden_size"] = published["num_attention_heads"] * published["attention_head_dim"]
         if "mlp_ratio" in self.defaults:
             sizes["ffn_hidden_size"] = int(published["mlp_ratio"] * sizes["hidden_size"])
-        if self.has_outputs:
-            channels = published["out_channels"]
-            sizes["out_channels"] = None if channels in (None, published["in_channels"]) else channels
+        if "out_channels" in sizes and sizes["out_channels"] == published["in_channels"]:
+            sizes["out_channels"] = None
         return sizes
 
     def trained(self, model: Model, published: Mapping[str, Any]) -> TrainedModel:
         """Return a model with objective, latent size and sampling of the published ones."""
+        inputs, outputs = published["in_channels"], published.get("out_channels")
+        if model.in_channels > (getattr(model, "out_channels", None) or model.in_channels):
+            raise ConfigError(
+                f"in_channels={inputs} is above out_channels={outputs}: this network also reads a mask, a picture or a "
+                f"control clip, which {type(model).__name__} does not; use the one that draws from a text"
+            )
         if "sample_size" in self.defaults:
             latent_size, notes = (1, published["sample_size"], published["sample_size"]), []
         else:
@@ -217,16 +238,15 @@ class DiffusersFormat(Generic[Model]):
 
     def write_sizes(self, model: Any, latent_size: LatentSize) -> dict[str, Any]:
         """Invert `read_sizes`."""
-        settings: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in self.same.items()}
+        settings: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in self.equal.items()}
         if "attention_head_dim" in self.defaults:
-            heads = model.num_attention_heads
-            settings |= {"num_attention_heads": heads, "attention_head_dim": model.hidden_size // heads}
+            settings["attention_head_dim"] = model.hidden_size // model.num_attention_heads
         if "mlp_ratio" in self.defaults:
             ratio = model.ffn_size / model.hidden_size  # diffusers rounds its product with the width down
             exact = int(ratio * model.hidden_size) == model.ffn_size
             settings["mlp_ratio"] = ratio if exact else (model.ffn_size + 0.5) / model.hidden_size
-        if self.has_outputs:
-            settings["out_channels"] = model.out_channels or model.in_channels
+        if "out_channels" in self.defaults:
+            settings["out_channels"] = getattr(model, "out_channels", None) or model.in_channels
         if "sample_size" in self.defaults:
             settings["sample_size"] = square_side(self.class_name, latent_size, model.patch_spatial)[0]
         return settings
@@ -239,8 +259,21 @@ class DiffusersFormat(Generic[Model]):
         return RuleBook(shapes, rules, self.tables(model, latent_size), self.stored_tables, unmatched)
 
     def forms(self, model: Model) -> Mapping[str, Form]:
-        """Return the forms of layers that diffusers stores in another way."""
-        return {}
+        """Return the forms of layers that diffusers stores in another way: here projections and norms of attention."""
+        sizes: Any = model
+        groups = getattr(model, "num_query_groups", None) or sizes.num_attention_heads
+        size, queries = sizes.head_size, sizes.num_attention_heads // groups
+        turned = (0, 1) if sizes.position_embedding == "rope_3d" else ()
+        forms: dict[str, Form] = {}
+        for layer, theirs in expanded(self.names).items():
+            if layer.endswith(".linear_qkv"):
+                shares = (queries * size, size, size)
+                forms[layer] = ByHead(groups, shares, turned, fused=len(theirs) == 1, queries=queries)
+            elif layer.endswith(".linear_kv"):
+                forms[layer] = ByHead(groups, (size, size), fused=len(theirs) == 1)
+            elif layer.endswith((".q_layernorm", ".k_layernorm")) and turned:
+                forms[layer] = TURNED_HEAD
+        return forms
 
     def tables(self, model: Model, latent_size: LatentSize) -> Mapping[str, Tensor]:
         """Return diffusers' tensors that our model computes."""

@@ -28,7 +28,6 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     class_name = "HunyuanVideo15Transformer3DModel"
     config_class = HunyuanVideoConfig
     other = ("target_size",)
-    has_outputs = False
     same: Mapping[str, str] = {
         "in_channels": "out_channels",
         "patch_spatial": "patch_size",
@@ -36,10 +35,6 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
         "context_size": "text_embed_dim",
         "glyph_size": "text_embed_2_dim",
         "image_context_size": "image_embed_dim",
-        "num_joint_layers": "num_layers",
-        "num_refiner_layers": "num_refiner_layers",
-        "rope_theta": "rope_theta",
-        "rope_axes": "rope_axes_dim",
     }
     names: Mapping[str, str] = {
         **JOINT,
@@ -63,7 +58,7 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         if (task := published["task_type"]) not in TASKS:
             raise ConfigError(f"task_type={task!r}; supported tasks are {', '.join(TASKS)}")
-        return super().read_sizes(published) | {"image_to_video": TASKS[task]}
+        return super().read_sizes(published) | {"out_channels": None, "image_to_video": TASKS[task]}
 
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:
         side = published["target_size"] // PIXELS
@@ -73,6 +68,7 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     def write_sizes(self, model: HunyuanVideoConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
             "in_channels": 2 * model.in_channels + 1,  # latent, first frame and mask
+            "out_channels": model.in_channels,
             "target_size": PIXELS * math.isqrt(latent_size[1] * latent_size[2]),
             "task_type": next(task for task, image in TASKS.items() if image == model.image_to_video),
         }

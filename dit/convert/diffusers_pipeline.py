@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Optional
 
-from dit.condition_table import size_and_crop
+from dit.condition_table import SIZE_AND_CROP, size_and_crop
 from dit.convert.diffusers_format import NULLS, VERSION, DiffusersFormat, TrainedModel
 from dit.convert.diffusers_sampling import num_steps_of, scheduler_config
 from dit.errors import ConfigError
@@ -27,31 +27,12 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.noise_levels import REFERENCE_STEPS
 from dit.pipeline_folder import TEXT_ENCODERS
 
-CLIP = ("clip",)
 FLUX2_SHIFT = (1.62160747, 2.02335116, 256, 4096)
 """`compute_empirical_mu` for 50 steps: mu at 256 and at 4096 tokens; it is linear up to 4300 tokens."""
 GUIDER = "ClassifierFreeGuidance"
 """Class of the part `guider`."""
 WAN_FPS = 16
 """Frames per second of Wan's clips."""
-T5_LIKE = ("t5", "umt5", "sentence")
-"""Kinds of `dit.encoders.text_config` with a class that returns tokens first and takes an attention mask."""
-
-
-@dataclass(frozen=True)
-class TextPart:
-    """A text encoder of a pipeline; `dit.pipeline_folder` has its entries and options.
-
-    Attributes:
-        kinds: kinds of encoders that the pipeline supports.
-        known: name of these for messages.
-        cut: the pipeline uses the longest text of the tokenizer; otherwise it is an argument of the call.
-    """
-
-    folder: str
-    kinds: tuple[str, ...]
-    known: str
-    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +40,11 @@ class Pipeline:
     """A pipeline class of diffusers for a model class of diffusers.
 
     Attributes:
-        flow: it runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
-        adds_shift_factor: it adds the `shift_factor` of the autoencoder; the others ignore it.
+        texts: supported kinds of each text encoder, see `dit.encoders.text_config`; `dit.pipeline_folder` has their
+            entries and options.
+        cuts_texts: the longest text is that of the tokenizer; otherwise it is an argument of the call, except for CLIP.
+        flow: it runs flow matching and adds the `shift_factor` of an `AutoencoderKL`; otherwise it runs DDPM of
+            `REFERENCE_STEPS` steps and ignores this factor.
         guided_by_texts: guidance uses the embedding of the empty text as unconditional.
         scale: argument of the call for the scale of guidance; None for a part `guider` that has it.
         scale_of_none: value of this argument without guidance.
@@ -72,7 +56,6 @@ class Pipeline:
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
         shift_by_tokens: how the shift mu of the times depends on the number of tokens: `scheduler` if the call reads it
             from the scheduler; four numbers as in `FLUX2_SHIFT` if it computes mu itself; None for no such shift.
-        reads_sizes: it calls the model with the sizes and the crop of the original.
         reads_control, reads_reference: takes a control picture, which the autoencoder encodes; takes a picture to edit.
         reads_first_frame: `model_index.json` has the entry `expand_timesteps`, for one time per token.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
@@ -81,14 +64,13 @@ class Pipeline:
         reference_area: pixels to which it always scales a picture to edit; None if the caller chooses them.
         note: difference to our sampler, printed if an encoder of the run changes no prompts (`prompt=plain`), which a
             pipeline with its own prompts accepts only with a note.
-        absent: optional parts, which are not written.
         index: further entries of `model_index.json`.
     """
 
     class_name: str
-    texts: tuple[TextPart, ...] = ()
+    texts: tuple[str, ...] = ()
+    cuts_texts: bool = False
     flow: bool = True
-    adds_shift_factor: bool = False
     guided_by_texts: bool = True
     scale: Optional[str] = "guidance_scale"
     scale_of_none: float = 1.0
@@ -100,7 +82,6 @@ class Pipeline:
     times: Literal["even", "argument", "end", "none"] = "even"
     shift_by_tokens: Optional[Literal["scheduler"] | tuple[float, float, float, float]] = None
     draws_clips: bool = False
-    reads_sizes: bool = False
     reads_control: bool = False
     reads_reference: bool = False
     reads_first_frame: bool = False
@@ -109,15 +90,23 @@ class Pipeline:
     setup: tuple[str, ...] = ()
     reference_area: Optional[int] = None
     note: Optional[str] = None
-    absent: tuple[str, ...] = ()
     index: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text_folders(self) -> dict[str, str]:
+        """The supported kinds of each text encoder by its folder."""
+        return {f"text_encoder_{i}" if i > 1 else "text_encoder": kinds for i, kinds in enumerate(self.texts, 1)}
+
+    def cuts(self, folder: str) -> bool:
+        """Return whether the tokenizer of a text encoder has the length of the longest text."""
+        return self.cuts_texts or self.text_folders[folder].startswith("clip")
 
 
 PIPELINES = {
     "DiTTransformer2DModel": Pipeline("DiTPipeline", flow=False, guided_by_texts=False, reads_adapters=False),
     "PixArtTransformer2DModel": Pipeline(
         "PixArtAlphaPipeline",
-        (TextPart("text_encoder", T5_LIKE, "a T5 or a BERT"),),
+        ("t5, umt5 or sentence",),
         flow=False,
         reads_adapters=False,
         arguments=("clean_caption=False", "use_resolution_binning=False"),
@@ -125,33 +114,26 @@ PIPELINES = {
     ),
     "UNet2DConditionModel": Pipeline(
         "StableDiffusionPipeline",
-        (TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),),
+        ("clip",),
         flow=False,
-        absent=("safety_checker", "feature_extractor"),
         index={"requires_safety_checker": False},
     ),
     "FluxTransformer2DModel": Pipeline(
         "FluxPipeline",
-        (
-            TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),
-            TextPart("text_encoder_2", ("t5",), "a T5"),
-        ),
+        ("clip", "t5"),
         guided_by_texts=False,
-        adds_shift_factor=True,
         shift_by_tokens="scheduler",
     ),
     "ChromaTransformer2DModel": Pipeline(
         "ChromaPipeline",
-        (TextPart("text_encoder", ("t5",), "a T5"),),
-        adds_shift_factor=True,
+        ("t5",),
         shift_by_tokens="scheduler",
-        absent=("image_encoder", "feature_extractor"),
         note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to scores of attention, so tokens attend to "
         "padding (huggingface/diffusers issue 13619); our sampler masks padding, as the published training",
     ),
     "Flux2Transformer2DModel": Pipeline(
         "Flux2KleinPipeline",
-        (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
+        ("qwen3",),
         records_distilled=True,
         vae="AutoencoderKLFlux2",
         shift_by_tokens=FLUX2_SHIFT,
@@ -159,7 +141,7 @@ PIPELINES = {
     ),
     "QwenImageTransformer2DModel": Pipeline(
         "QwenImagePipeline",
-        (TextPart("text_encoder", ("qwen2_5_vl",), "a Qwen2.5-VL"),),
+        ("qwen2_5_vl",),
         scale="true_cfg_scale",
         keeps_norm=True,
         shift_by_tokens="scheduler",
@@ -168,35 +150,27 @@ PIPELINES = {
     ),
     "SD3Transformer2DModel": Pipeline(
         "StableDiffusion3Pipeline",
-        (
-            TextPart("text_encoder", ("clip_projected",), "a CLIP text model with projection", cut=True),
-            TextPart("text_encoder_2", ("clip_projected",), "a second one", cut=True),
-            TextPart("text_encoder_3", ("t5",), "a T5"),
-        ),
-        adds_shift_factor=True,
+        ("clip_projected", "clip_projected", "t5"),
         times="argument",
         shift_by_tokens="scheduler",
-        absent=("image_encoder", "feature_extractor"),
     ),
     "Lumina2Transformer2DModel": Pipeline(
         "Lumina2Pipeline",
-        (TextPart("text_encoder", ("gemma2",), "a Gemma 2"),),
-        adds_shift_factor=True,
+        ("gemma2",),
         compression=8,
         arguments=("cfg_normalization=False",),
     ),
     "ZImageTransformer2DModel": Pipeline(
         "ZImagePipeline",
-        (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
-        adds_shift_factor=True,
+        ("qwen3",),
         scale_of_none=0.0,
         times="end",
         shift_by_tokens="scheduler",
     ),
     "PRXTransformer2DModel": Pipeline(
         "PRXPipeline",
-        (TextPart("text_encoder", ("t5gemma",), "a T5Gemma", cut=True),),
-        adds_shift_factor=True,
+        ("t5gemma",),
+        cuts_texts=True,
         times="none",
         reads_adapters=False,
         arguments=("use_resolution_binning=False",),
@@ -204,17 +178,15 @@ PIPELINES = {
     ),
     "SanaTransformer2DModel": Pipeline(
         "SanaPipeline",
-        (TextPart("text_encoder", ("gemma2",), "a Gemma 2"),),
+        ("gemma2",),
         vae="AutoencoderDC",
         times="argument",
         arguments=("use_resolution_binning=False",),
     ),
     "HunyuanVideo15Transformer3DModel": Pipeline(
         "HunyuanVideo15Pipeline",
-        (
-            TextPart("text_encoder", ("qwen2_5_vl_text", "qwen2_5_vl"), "a Qwen2.5-VL", cut=True),
-            TextPart("text_encoder_2", ("t5",), "a byT5", cut=True),
-        ),
+        ("qwen2_5_vl_text or qwen2_5_vl", "t5"),
+        cuts_texts=True,
         scale=None,
         vae="AutoencoderKLHunyuanVideo15",
         draws_clips=True,
@@ -222,7 +194,7 @@ PIPELINES = {
     ),
     "WanTransformer3DModel": Pipeline(
         "WanPipeline",
-        (TextPart("text_encoder", ("umt5", "t5"), "a UMT5 or a T5"),),
+        ("umt5 or t5",),
         vae="AutoencoderKLWan",
         times="none",
         draws_clips=True,
@@ -247,14 +219,9 @@ VARIANTS = {
         "pooled_size",
         Pipeline(
             "StableDiffusionXLPipeline",
-            (
-                TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),
-                TextPart("text_encoder_2", ("clip_projected",), "a CLIP text model with projection", cut=True),
-            ),
+            ("clip", "clip_projected"),
             flow=False,
             zeros="force_zeros_for_empty_prompt",
-            reads_sizes=True,
-            absent=("image_encoder", "feature_extractor"),
             index={"add_watermarker": False},
         ),
     ),
@@ -262,7 +229,7 @@ VARIANTS = {
         "guidance",
         Pipeline(
             "Flux2Pipeline",
-            (TextPart("text_encoder", ("mistral3",), "a Mistral 3"),),
+            ("mistral3",),
             guided_by_texts=False,
             vae="AutoencoderKLFlux2",
             shift_by_tokens=FLUX2_SHIFT,
@@ -377,7 +344,6 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
         "control" * (not pipeline.reads_control),
         "first_frames",
         "context_2" * (not reads_second),
-        "size_and_crop" * (not pipeline.reads_sizes),
     }
     if extra := sorted(names & without):
         faults.append(f"has no {', '.join(extra)}, which this model takes")
@@ -405,7 +371,6 @@ def model_index(
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
     index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}
-    index |= {name: [None, None] for name in pipeline.absent}
     if pipeline.zeros is not None:
         index[pipeline.zeros] = getattr(trained.model, "null_text", None) == "zeros"
     if pipeline.records_distilled:
@@ -455,8 +420,8 @@ def loading_lines(
         call += [argument.format(area=height * width) for argument in pipeline.arguments]
         call += [f"num_frames={frames}"] if pipeline.draws_clips else []
         call += pictures
-        call += [f"max_sequence_length={most_tokens[t.folder]}" for t in pipeline.texts if not t.cut]
-        if pipeline.reads_sizes:  # as our sampler, which takes latents of an eighth of the side
+        call += [f"max_sequence_length={n}" for folder, n in most_tokens.items() if not pipeline.cuts(folder)]
+        if trained.model.condition(SIZE_AND_CROP.name):  # as our sampler, which takes latents of an eighth of the side
             sides = tuple(map(int, size_and_crop(*trained.latent_size[1:])[4:].tolist()))
             call += [f"original_size={sides}", f"target_size={sides}"]
     else:

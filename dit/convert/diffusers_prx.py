@@ -20,12 +20,8 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
     class_name = "PRXTransformer2DModel"
     config_class = PRXConfig
     other = ("axes_dim",)
-    has_outputs = False
     same: Mapping[str, str] = {
-        "in_channels": "in_channels",
         "patch_spatial": "patch_size",
-        "context_size": "context_in_dim",
-        "hidden_size": "hidden_size",
         "num_layers": "depth",
         "num_attention_heads": "num_heads",
         "rope_theta": "theta",
@@ -57,12 +53,12 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
         return super().write_sizes(model, latent_size) | {"axes_dim": model.rope_axes[1:]}
 
     def forms(self, model: PRXConfig) -> Mapping[str, Form]:
-        heads, features = model.num_attention_heads, model.head_size
+        shares = (model.head_size,) * 2
         return {
+            **super().forms(model),
             "embed.linear.weight": patches("d (c ph pw) -> d (ph pw c)", model),
-            "layers.#.attention.linear_qkv": ByHead(heads, (features,) * 3, turned=(0, 1), fused=True),
-            "layers.#.attention.linear_kv": ByHead(heads, (features,) * 2, turned=(0,), fused=True),
-            "layers.#.attention.(q|k|text_k)_layernorm": TURNED_HEAD,
+            "layers.#.attention.linear_kv": ByHead(model.num_attention_heads, shares, turned=(0,), fused=True),
+            "layers.#.attention.text_k_layernorm": TURNED_HEAD,
             "layers.#.mlp.linear_fc1": ByHead(1, (model.ffn_size,) * 2, alternate=True),
             "head.linear": patches("(c ph pw) ... -> (ph pw c) ...", model),
         }

@@ -197,7 +197,6 @@ def page(
     trained: TrainedModel,
     class_name: str,
     *,
-    has_loop: bool = False,
     notes: list[str],
     folder: str = ".",
     code: Optional[str] = None,
@@ -205,18 +204,14 @@ def page(
     """Return the README page of exported weights, in Markdown.
 
     Args:
-        has_loop: whether the class is the only condition, so that a short loop samples from the model.
         folder: of the transformer, relative to the page.
     """
-    scheduler = scheduler_config(trained.objective)
     lines = [f"# {class_name}, exported by megatron-dit", "", *(f"* {line}" for line in how_to_sample(trained))]
     lines += [f"* {note}" for note in notes]
     if trained.class_names is not None:
         lines += ["", "Classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(trained.class_names))]
     if code is not None:
         lines += ["", "To sample with diffusers:", "", "```python", code, "```", ""]
-    elif has_loop and scheduler is not None:
-        lines += ["", "To sample with diffusers:", "", "```python", loop(trained, scheduler["_class_name"]), "```", ""]
     where = f"`{folder}/config.json` (`_megatron_dit`)" if folder != "." else "`config.json` (`_megatron_dit`)"
     lines += ["", f"`megatron-dit import` imports the weights and all of the above, which it reads from {where}."]
     return "\n".join(lines) + "\n"

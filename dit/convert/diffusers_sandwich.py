@@ -40,14 +40,9 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
     config_class = Lumina2Config
     other = ("axes_lens", "multiple_of", "ffn_dim_multiplier", "num_kv_heads")
     same: Mapping[str, str] = {
-        "in_channels": "in_channels",
-        "context_size": "cap_feat_dim",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
         "num_query_groups": "num_kv_heads",
         "num_joint_layers": "num_refiner_layers",
         "num_single_layers": "num_layers",
-        "rope_axes": "axes_dim_rope",
     }
     names: Mapping[str, str] = {
         "embed.linear": "x_embedder",
@@ -95,18 +90,13 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
     class_name = "ZImageTransformer2DModel"
     config_class = ZImageConfig
     other = ("axes_lens",)
-    has_outputs = False
     same: Mapping[str, str] = {
-        "in_channels": "in_channels",
-        "context_size": "cap_feat_dim",
         "hidden_size": "dim",
         "num_attention_heads": "n_heads",
         "num_joint_layers": "n_refiner_layers",
         "num_single_layers": "n_layers",
         "qk_layernorm": "qk_norm",
-        "rope_theta": "rope_theta",
         "time_scale": "t_scale",
-        "rope_axes": "axes_dims",
     }
     names: Mapping[str, str] = {
         "embed.linear": f"all_x_embedder.{PATCH}-1",

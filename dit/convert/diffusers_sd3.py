@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel, patches
-from dit.convert.diffusers_streams import FEED_FORWARD, JOINT, DiffusersStreams, embedder_names
+from dit.convert.diffusers_streams import EMBEDDERS, FEED_FORWARD, JOINT, DiffusersStreams
 from dit.convert.rules import ONLY_SUPPORTED, Form, SwappedHalves
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
@@ -28,17 +28,11 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
     class_name = "SD3Transformer2DModel"
     config_class = SD3Config
     other = ("sample_size",)
-    same: Mapping[str, str] = {
-        "in_channels": "in_channels",
-        "patch_spatial": "patch_size",
-        "context_size": "joint_attention_dim",
-        "pooled_size": "pooled_projection_dim",
-        "num_joint_layers": "num_layers",
-    }
+    same: Mapping[str, str] = {"patch_spatial": "patch_size"}
     names: Mapping[str, str] = {
         **JOINT,
         **FEED_FORWARD,
-        **embedder_names("time_text_embed", time="timestep", pooled="text"),
+        **EMBEDDERS,
         "embed.linear": "pos_embed.proj",
         "layers.#.image.dual_attention.linear_qkv": "transformer_blocks.#.attn2.to_(q|k|v)",
         "layers.#.image.dual_attention.linear_proj": "transformer_blocks.#.attn2.to_out.0",
@@ -50,11 +44,10 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
     comfyui: Mapping[str, str] = {
         "joint_blocks.#.x_block.attn(|2).qkv": "transformer_blocks.#.attn(|2).to_(q|k|v)",
         "joint_blocks.#.x_block.attn(|2).proj": "transformer_blocks.#.attn(|2).to_out.0",
-        "joint_blocks.#.x_block.mlp.fc(1|2)": "transformer_blocks.#.ff.net.(0.proj|2)",
+        "joint_blocks.#.(x|context)_block.mlp.fc(1|2)": "transformer_blocks.#.ff(|_context).net.(0.proj|2)",
         "joint_blocks.#.x_block.adaLN_modulation.1": "transformer_blocks.#.norm1.linear",
         "joint_blocks.#.context_block.attn.qkv": "transformer_blocks.#.attn.add_(q|k|v)_proj",
         "joint_blocks.#.context_block.attn.proj": "transformer_blocks.#.attn.to_add_out",
-        "joint_blocks.#.context_block.mlp.fc(1|2)": "transformer_blocks.#.ff_context.net.(0.proj|2)",
     }
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches
-from dit.convert.rules import TURNED_HEAD, ByHead, Form, SwappedHalves, expanded
+from dit.convert.rules import Form, SwappedHalves
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
 
@@ -16,11 +16,9 @@ PATCH = 2  # fixed in the pipelines
 LATENT_SIZE = (1, 128, 128)  # 1024 px; not in the settings
 JOINT = {
     "layers.#.image.linear_qkv": "transformer_blocks.#.attn.to_(q|k|v)",
-    "layers.#.image.linear_proj": "transformer_blocks.#.attn.to_out.0",
-    "layers.#.image.(q|k)_layernorm": "transformer_blocks.#.attn.norm_(q|k)",
     "layers.#.text.linear_qkv": "transformer_blocks.#.attn.add_(q|k|v)_proj",
-    "layers.#.text.linear_proj": "transformer_blocks.#.attn.to_add_out",
-    "layers.#.text.(q|k)_layernorm": "transformer_blocks.#.attn.norm_added_(q|k)",
+    "layers.#.(image|text).linear_proj": "transformer_blocks.#.attn.(to_out.0|to_add_out)",
+    "layers.#.(image|text).(q|k)_layernorm": "transformer_blocks.#.attn.norm_(|added_)(q|k)",
     "embed.linear": "x_embedder",
     "embed_text": "context_embedder",
     "head.modulation": "norm_out.linear",
@@ -28,54 +26,32 @@ JOINT = {
 }
 """Names of joint attention, and of the layers around the blocks."""
 FEED_FORWARD = {
-    "layers.#.image.modulation.linear": "transformer_blocks.#.norm1.linear",
-    "layers.#.image.mlp.linear_fc(1|2)": "transformer_blocks.#.ff.net.(0.proj|2)",
-    "layers.#.text.modulation.linear": "transformer_blocks.#.norm1_context.linear",
-    "layers.#.text.mlp.linear_fc(1|2)": "transformer_blocks.#.ff_context.net.(0.proj|2)",
+    "layers.#.(image|text).modulation.linear": "transformer_blocks.#.norm1(|_context).linear",
+    "layers.#.(image|text).mlp.linear_fc(1|2)": "transformer_blocks.#.ff(|_context).net.(0.proj|2)",
 }
 """Names of MLPs and modulations in FLUX.1, Stable Diffusion 3 and HunyuanVideo."""
+EMBEDDERS = {"conditioner.(time|pooled).linear_(1|2)": "time_text_embed.(timestep|text)_embedder.linear_(1|2)"}
+"""Names of the embedders of time and pooled text in FLUX.1, Stable Diffusion 3 and Qwen-Image."""
 COMFYUI_ATTENTION = {
     "double_blocks.#.img_attn.qkv": "transformer_blocks.#.attn.to_(q|k|v)",
-    "double_blocks.#.img_attn.proj": "transformer_blocks.#.attn.to_out.0",
     "double_blocks.#.txt_attn.qkv": "transformer_blocks.#.attn.add_(q|k|v)_proj",
-    "double_blocks.#.txt_attn.proj": "transformer_blocks.#.attn.to_add_out",
+    "double_blocks.#.(img|txt)_attn.proj": "transformer_blocks.#.attn.(to_out.0|to_add_out)",
 }
 """ComfyUI's names of the layers of joint attention in FLUX."""
 
 Model = TypeVar("Model", bound=StreamsConfig)
 
 
-def embedder_names(embedder: str, **parts: str) -> dict[str, str]:
-    """Return diffusers' names of the embedders (time, pooled text, guidance scale), by ours."""
-    return {
-        f"conditioner.{ours}.linear_(1|2)": f"{embedder}.{theirs}_embedder.linear_(1|2)"
-        for ours, theirs in parts.items()
-    }
-
-
 class DiffusersStreams(DiffusersFormat[Model]):
     """A diffusers class for a family of `StreamsConfig`."""
 
     def forms(self, model: Model) -> Mapping[str, Form]:
-        turned = (0, 1) if model.position_embedding == "rope_3d" else ()
-        size, groups = model.head_size, model.num_query_groups or model.num_attention_heads
-        queries = model.num_attention_heads // groups
-        qkv, layers = ByHead(groups, (queries * size, size, size), turned, queries=queries), expanded(self.names)
-        return {
-            **{layer: qkv for layer in layers if layer.endswith(".linear_qkv")},
-            **{layer: TURNED_HEAD for layer in layers if turned and layer.endswith((".q_layernorm", ".k_layernorm"))},
-            "head.modulation": SwappedHalves(),
-        }
+        return {**super().forms(model), "head.modulation": SwappedHalves()}
 
 
 class DiffusersTokens(DiffusersStreams[Model]):
     """A class whose `in_channels` are those of a token: its pipeline cuts patches of 2 x 2, channels slowest."""
 
-    same: Mapping[str, str] = {
-        "context_size": "joint_attention_dim",
-        "num_joint_layers": "num_layers",
-        "rope_axes": "axes_dims_rope",
-    }
     latent_size = LATENT_SIZE
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:

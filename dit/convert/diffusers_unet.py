@@ -50,6 +50,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     class_name = "UNet2DConditionModel"
     config_class = LDMUNetConfig
     other = ("dropout", "upcast_attention", "addition_embed_type_num_heads", "transformer_layers_per_block")
+    same: Mapping[str, str] = {"in_channels": "out_channels", "context_size": "cross_attention_dim"}
     free = ("num_attention_heads",)
     part = "unet"
 
@@ -117,20 +118,17 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         head_size = channels[-1] // heads[-1] if isinstance(heads, list) else None
         has_pooled = {name: published[name] for name in ADDED} == ADDED
         pooled = inputs - LENGTHS * LENGTH_FEATURES if has_pooled else None
-        return LDMUNetConfig(
-            in_channels=published["out_channels"],
-            control_channels=max(0, published["in_channels"] - published["out_channels"]) or None,
-            context_size=published["cross_attention_dim"],
-            block_out_channels=channels,
-            layers_per_block=published["layers_per_block"],
-            transformer_layers=[depth if has else 0 for depth, has in zip(depths, with_text)],
-            mid_transformer_layers=depths[-1],
-            num_attention_heads=8 if head_size is not None else heads,
-            head_size=head_size,
-            pooled_size=pooled,
-            norm_num_groups=published["norm_num_groups"],
-            null_text="empty" if pooled is None else "zeros",
-        )
+        sizes = {
+            **{ours: published[theirs] for ours, theirs in self.equal.items()},
+            "control_channels": max(0, published["in_channels"] - published["out_channels"]) or None,
+            "transformer_layers": [depth if has else 0 for depth, has in zip(depths, with_text)],
+            "mid_transformer_layers": depths[-1],
+            "num_attention_heads": 8 if head_size is not None else heads,
+            "head_size": head_size,
+            "pooled_size": pooled,
+            "null_text": "empty" if pooled is None else "zeros",
+        }
+        return LDMUNetConfig(**sizes)
 
     def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         settings, _ = super().write(model, latent_size)
@@ -140,15 +138,12 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         layers, bottom = model.transformer_layers, model.mid_transformer_layers
         depths = [depth or bottom or 1 for depth in layers]
         settings = {
+            **{theirs: getattr(model, ours) for ours, theirs in self.equal.items()},
+            "num_attention_heads": None,
             "sample_size": square_side(self.class_name, latent_size, 2**model.halvings)[0],
             "in_channels": model.input_features,
-            "out_channels": model.in_channels,
             "down_block_types": [DOWN[depth > 0] for depth in layers],
             "up_block_types": [UP[depth > 0] for depth in reversed(layers)],
-            "block_out_channels": model.block_out_channels,
-            "layers_per_block": model.layers_per_block,
-            "norm_num_groups": model.norm_num_groups,
-            "cross_attention_dim": model.context_size,
             "transformer_layers_per_block": bottom if set(depths) == {bottom} else depths,
             "attention_head_dim": model.num_attention_heads,
         }

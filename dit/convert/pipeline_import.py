@@ -9,13 +9,13 @@
 Source: diffusers 0.38, `pipelines/stable_diffusion`, `pipelines/stable_diffusion_xl` and `schedulers`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dit.convert.diffusers_format import TrainedModel, format_of_model
-from dit.convert.diffusers_pipeline import pipeline_class
+from dit.convert.diffusers_pipeline import EDITS, pipeline_class
 from dit.convert.diffusers_sampling import BETA_SCHEDULES, PREDICTIONS, SCHEDULER_CONFIG, SHIFT_BY_TOKENS
 from dit.convert.state_files import CONFIG, read_json
 from dit.errors import ConfigError
@@ -43,19 +43,8 @@ DDIM = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample":
 """Settings of diffusers' DDIMScheduler that give the steps of our sampler `ddim`."""
 DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
 """Values of these settings if `scheduler_config.json` does not have them."""
-EDITS = ("FluxKontextPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline")
-"""Pipelines of networks that were trained with a picture to edit."""
 SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "stochastic_sampling", "invert_sigmas")
 """Settings of a scheduler of flow matching that change its steps, not the network."""
-
-
-@dataclass(frozen=True)
-class Completed:
-    """An imported network with the settings of its pipeline."""
-
-    trained: TrainedModel
-    has_schedule: bool = False
-    notes: Sequence[str] = ()
 
 
 def network_folder(source: Path) -> Path:
@@ -75,13 +64,14 @@ def check_single(source: Path) -> None:
         )
 
 
-def complete(trained: TrainedModel, folder: Path) -> Completed:
+def complete(trained: TrainedModel, folder: Path) -> TrainedModel:
     """Add the settings of the pipeline around a network's folder, if its parent has a `model_index.json`."""
     root, model = folder.resolve().parent, trained.model
     if folder.resolve().name not in (*PARTS, LOW_NOISE) or not (root / INDEX).exists():
-        return Completed(trained)
+        return trained
     index, vae = read_json(root / INDEX), root / "vae"
-    clean = {"reference": index.get("_class_name") in EDITS, "first_frame": index.get("expand_timesteps")}
+    is_edit = index.get("_class_name") in {edit.class_name for edits in EDITS.values() for edit in edits}
+    clean = {"reference": is_edit, "first_frame": index.get("expand_timesteps")}
     trained = replace(
         trained,
         clean_parts=[name for name, is_clean in clean.items() if is_clean],
@@ -92,22 +82,21 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     folders = TEXT_ENCODERS.get(str(index.get("_class_name")))
     if folders is None:
         note = f"the text encoders of {index.get('_class_name')!r} in {root / INDEX} are unknown"
-        return Completed(trained, notes=[note])
+        return replace(trained, notes=[*trained.notes, note])
     if folders and all((root / name / CONFIG).exists() for name in folders):
         trained = replace(trained, text_encoder=",".join(text_encoders_of(root)))
-    path, notes = root / "scheduler" / SCHEDULER_CONFIG, []
+    path, notes = root / "scheduler" / SCHEDULER_CONFIG, list(trained.notes)
     if isinstance(trained.objective, FlowMatching) and path.exists():
         settings = read_json(path)
         objective = read_shift(settings, trained, str(path))
         if isinstance(boundary := index.get("boundary_ratio"), float):
             is_low = folder.resolve().name == LOW_NOISE
             objective = replace(objective, max_time=boundary) if is_low else replace(objective, min_time=boundary)
-        trained = replace(trained, objective=objective)
         if (name := settings.get("_class_name")) != (euler := "FlowMatchEulerDiscreteScheduler"):
             notes.append(f"the steps of our sampler are those of {euler}, not of {name} in {path}; the shift is read")
         if spacings := [f"{name}=True" for name in SPACINGS if settings.get(name)]:
             notes.append(f"the steps of our sampler are those without {', '.join(spacings)} in {path}")
-        return Completed(trained, True, notes)
+        return replace(trained, objective=objective, recorded=True, notes=notes)
     zeros = index.get("force_zeros_for_empty_prompt", True)
     if isinstance(model, LDMUNetConfig) and model.pooled_size is not None and not zeros:
         trained = replace(trained, model=replace(model, null_text="empty"))
@@ -115,7 +104,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         settings = read_json(path)
         ddpm = read_schedule(settings, str(path))
         read: dict[str, Any] = {name: getattr(ddpm, name) for name in SCHEDULE}
-        trained = replace(trained, objective=replace(trained.objective, **read))
+        trained = replace(trained, objective=replace(trained.objective, **read), recorded=True)
         scheduler, same_steps = settings.get("_class_name"), DDIM.items() <= {**DDIM_DEFAULTS, **settings}.items()
         if scheduler != "DDIMScheduler" or not same_steps:
             changes = ", ".join(f"{name}={value!r}" for name, value in DDIM.items())
@@ -125,7 +114,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
                 f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes}), in a number of steps that divides "
                 f"{ddpm.discrete_steps}"
             )
-    return Completed(trained, isinstance(trained.objective, DDPM) and path.exists(), notes)
+    return replace(trained, notes=notes)
 
 
 def read_shift(settings: Mapping[str, Any], trained: TrainedModel, where: str) -> FlowMatching:

@@ -30,9 +30,10 @@ Settings = TypeVar("Settings")
 
 
 def to_record(trained: TrainedModel) -> dict[str, Any]:
-    """Return a model's record, with JSON values only."""
+    """Return a model's record, with JSON values only; `notes` and `recorded` belong to imported files."""
+    names = [field.name for field in fields(trained) if field.name not in ("notes", "recorded")]
     return {
-        **{field.name: getattr(trained, field.name) for field in fields(trained) if field.name != "notes"},
+        **{name: getattr(trained, name) for name in names},
         "model": asdict(trained.model),
         "objective": {"name": name_of(trained.objective), **asdict(trained.objective)},  # type: ignore[call-overload]
         "latent_size": list(trained.latent_size),
@@ -49,8 +50,8 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     if not _fits(size, list[int]) or len(size) != 3 or min(size) <= 0:
         raise ConfigError(f"the record's latent_size={size!r:.80} must be three positive integers, (T, H, W)")
     parts = {"model": model, "objective": objective_of(record["objective"]), "latent_size": tuple(size)}
-    parts["notes"] = []  # an untrusted record must not add text to the output of commands
-    trained = build(TrainedModel, {**record, **parts}, "the export's record")
+    # An untrusted record must not add text to the output of commands.
+    trained = build(TrainedModel, {**record, **parts, "notes": [], "recorded": True}, "the export's record")
     names, label = trained.class_names, model.condition("label")
     num_classes = 0 if label is None else label.num_classes or 0
     if len(names or ()) > num_classes:

@@ -7,11 +7,11 @@ each index of each external tensor. A box then needs these slices (q, k and v of
     rank 0 reads          to_q[0:3], to_k[0:3], to_v[0:3]
     rank 1 reads                                       to_q[3:6], to_k[3:6], to_v[3:6]
 
-Indices with a small gap between them are read as one slice. If a form changes several axes (`Form.axis` is None, as for
-the convolution that embeds patches), its tensors are read in full, rearranged and dropped: they are small.
+If a form changes several axes (`Form.axis` is None, as for the convolution that embeds patches), its tensors are read
+in full, rearranged and dropped: they are small.
 
-A file is mapped while one tensor of it is read, without a copy in memory. Its pages count as memory of the process only
-until then.
+A file is mapped while one tensor of it is read: a slice is a view of the file, of which only the selected indices are
+copied. Its pages count as memory of the process only until then.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,6 @@ from dit.convert.state_files import CONFIG, INDEX, PICKLES, check_index, index_o
 from dit.errors import CheckpointError, ConfigError
 
 PIECE_ELEMENTS = 1 << 20  # copied at once
-LARGEST_GAP = 64  # unused indices between two used ones that are read, too
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types by their names in safetensors files; quantised weights have others."""
 
@@ -140,18 +139,19 @@ def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], posit
     """Copy the part of a block that an external tensor (the first of equal `copies`) has, by `positions_of` it."""
     axis = rule.form.axis
     assert axis is not None
-    for span, used, places in _spans(positions, block[axis]):
-        index = (*block[:axis], span, *block[axis + 1 :])
-        tensors = [source[index] for source in copies]
-        _check(rule, tensors)
-        values = tensors[0] if len(tensors) == 1 else rule.form.from_external(tensors)
-        values = values.reshape([s.stop - s.start for s in index])  # without the axes of a 1 x 1 convolution
-        if len(used) < values.shape[axis]:
-            values = values.index_select(axis, used)
-        if bool((places.diff() == 1).all()):
-            target.narrow(axis, int(places[0]), len(places)).copy_(values)
-        else:
-            target.index_copy_(axis, places.to(target.device), values.to(target))
+    wanted = block[axis]
+    indices = ((positions >= wanted.start) & (positions < wanted.stop)).nonzero().flatten()
+    if not len(indices):
+        return
+    first, stop = int(indices[0]), int(indices[-1]) + 1
+    index = (*block[:axis], slice(first, stop), *block[axis + 1 :])
+    tensors = [source[index] for source in copies]
+    if len(indices) < stop - first:
+        tensors = [tensor.index_select(axis, indices - first) for tensor in tensors]
+    _check(rule, tensors)
+    values = tensors[0] if len(tensors) == 1 else rule.form.from_external(tensors)
+    values = values.flatten(target.dim() - 1)  # without the axes of a 1 x 1 convolution
+    target.index_copy_(axis, (positions[indices] - wanted.start).to(target.device), values.to(target))
 
 
 def positions_of(form: Form, shape: Shape) -> list[Tensor]:
@@ -159,16 +159,6 @@ def positions_of(form: Form, shape: Shape) -> list[Tensor]:
     assert form.axis is not None
     sizes = [size if axis == form.axis else 1 for axis, size in enumerate(shape)]
     return [part.flatten() for part in form.to_external(torch.arange(shape[form.axis]).view(sizes))]
-
-
-def _spans(positions: Tensor, wanted: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the parts of an external axis with wanted positions: the part, its used indices, and their positions."""
-    indices = ((positions >= wanted.start) & (positions < wanted.stop)).nonzero().flatten()
-    ends = (indices.diff() > LARGEST_GAP).nonzero().flatten() + 1
-    for used in indices.tensor_split(ends):
-        if len(used):
-            start, stop = int(used[0]), int(used[-1]) + 1
-            yield slice(start, stop), used - start, positions[used] - wanted.start
 
 
 def _pieces(block: Block, target: Tensor) -> Iterator[tuple[Block, Tensor]]:

@@ -149,10 +149,7 @@ BEYOND: list[tuple[ModelConfig, list[dict[str, Any]]]] = [
     ),
     (
         Flux2Config(),
-        [
-            *({"activation": "gelu_tanh"}, {"pooled_size": 5}, {"patch_spatial": 1}, {"time_scale": 1.0}),
-            {"out_channels": 64},
-        ],
+        [{"activation": "gelu_tanh"}, {"pooled_size": 5}, {"patch_spatial": 1}, {"time_scale": 1.0}],
     ),
     (HunyuanVideoConfig(), [{"out_channels": 64}]),
     (ZImageConfig(), [{"out_channels": 32}]),

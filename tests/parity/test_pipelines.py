@@ -192,22 +192,25 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
             replace(PIXART_T5, model=replace(PIXART_T5.model, null_text="learned")),
             "uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
-        (replace(PIXART_T5, encoders=None), "needs a T5 or a BERT, and the run names no text encoder"),
-        (replace(PIXART_T5, encoders="{t5}:padded"), "needs a T5 or a BERT, `NAME:prompt=lower_case:max_tokens=120`"),
+        (replace(PIXART_T5, encoders=None), "needs 1 text encoder .t5, umt5 or sentence., and the run names none"),
+        (
+            replace(PIXART_T5, encoders="{t5}:padded"),
+            "kind t5, umt5 or sentence, `NAME:prompt=lower_case:max_tokens=120`",
+        ),
         (replace(PIXART_T5, model=replace(PIXART_T5.model, in_channels=3)), "AutoencoderKL of 3 channels"),
         (OTHER_VAE, "WanPipeline needs an AutoencoderKLWan of 4 channels .*, and .* is a AutoencoderKL of 4"),
-        (replace(CASES["wan"], encoders="{t5}"), "a UMT5 or a T5, `NAME:prompt=wan:zero_padded`"),
+        (replace(CASES["wan"], encoders="{t5}"), "of kind umt5 or t5, `NAME:prompt=wan:zero_padded`"),
         (
             replace(XL, model=replace(XL.model, null_text="learned")),
             "uses the embedding of the empty text or zeros as unconditional.*null_text=empty or zeros",
         ),
         (
             replace(XL, model=replace(XL.model, context_size=CLIP_WIDTH), encoders="text+pooled={clip}:padded"),
-            "CLIP text model, `text=NAME:layer=penultimate:padded`",
+            "of kind clip, `text=NAME:layer=penultimate:padded`",
         ),
         (
             replace(XL, encoders=JOINED.replace("{projected}", "{clip}")),
-            "with projection, `text.pooled=NAME:layer=penultimate:padded:joined`",
+            "of kind clip_projected, `text.pooled=NAME:layer=penultimate:padded:joined`",
         ),
         (
             replace(XL, model=replace(XL.model, control_channels=2)),
@@ -215,17 +218,17 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
         ),
         (
             replace(CASES["stable diffusion"], encoders="{clip}"),
-            "StableDiffusionPipeline needs a CLIP text model, `NAME:padded`",
+            "StableDiffusionPipeline needs a text encoder of kind clip, `NAME:padded`",
         ),
         (replace(CASES["flux"], encoders="text={t5}:padded"), "`pooled=NAME`"),
         (
             replace(CASES["flux2 klein"], model=Flux2Config(**{**FLUX2, "null_text": "learned"})),
             "Flux2KleinPipeline uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
-        (replace(CASES["z image"], encoders="{qwen3}:layer=-2"), "needs a Qwen3, `NAME:prompt=chat_thinking:layer=-2`"),
+        (replace(CASES["z image"], encoders="{qwen3}:layer=-2"), "of kind qwen3, `NAME:prompt=chat_thinking:layer=-2`"),
         (
             replace(CASES["qwen image"], clean_parts=("reference",)),
-            "QwenImageEditPlusPipeline needs a Qwen2.5-VL, `NAME:prompt=qwen_image_edit_plus`",
+            "QwenImageEditPlusPipeline needs a text encoder of kind qwen2_5_vl, `NAME:prompt=qwen_image_edit_plus`",
         ),
         (replace(CASES["wan"], clean_parts=("reference",)), "takes no picture to edit, .*data.references=True"),
         (replace(CASES["lumina2"], blocks=3), "that compresses 8 x 8 pixels, and .* compresses 4 x 4"),

@@ -1,6 +1,9 @@
 """HunyuanVideo 1.5: the joint blocks of `dit.models.streams` with three conditions as the text stream."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +39,7 @@ def _linear(provider: LayerProvider, inputs: int, outputs: int) -> nn.Linear:
 class SiLUMLP(MLP):
     """Linear, SiLU, Linear."""
 
-    def forward(self, x_TD: Tensor, layout: SequenceLayout | None = None) -> PendingBias:
+    def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
         return self.linear_fc2(nn.functional.silu(self.linear_fc1(x_TD).added()))
 
 
@@ -88,33 +91,18 @@ class TextRefiner(nn.Module):
         return x_KD
 
 
-def _glyph_projection(config: HunyuanVideoConfig, provider: LayerProvider) -> nn.Sequential:
-    """Return LayerNorm, then three linear layers with GELU between them (`HunyuanVideo15ByT5TextProjection`)."""
-    inputs, inner = config.glyph_size, config.glyph_hidden_size
-    return nn.Sequential(
-        OrderedDict(
-            norm=LayerNorm(inputs, provider, eps=PROJECTION_EPSILON),
-            linear_1=_linear(provider, inputs, inner),
-            gelu_1=nn.GELU(),
-            linear_2=_linear(provider, inner, inner),
-            gelu_2=nn.GELU(),
-            linear_3=_linear(provider, inner, config.hidden_size),
-        )
-    )
+def _projection(provider: LayerProvider, sizes: Sequence[int], norm_in: str, norm_out: Optional[str]) -> nn.Sequential:
+    """Return LayerNorm, linear layers with GELU between them, and a second LayerNorm if it has a name.
 
-
-def _image_projection(config: HunyuanVideoConfig, provider: LayerProvider) -> nn.Sequential:
-    """Return LayerNorm, two linear layers with GELU between them, LayerNorm (`HunyuanVideo15ImageProjection`)."""
-    inputs, size = config.image_context_size, config.hidden_size
-    return nn.Sequential(
-        OrderedDict(
-            norm_in=LayerNorm(inputs, provider, eps=PROJECTION_EPSILON),
-            linear_1=_linear(provider, inputs, inputs),
-            gelu=nn.GELU(),
-            linear_2=_linear(provider, inputs, size),
-            norm_out=LayerNorm(size, provider, eps=PROJECTION_EPSILON),
-        )
-    )
+    Source: `HunyuanVideo15ByT5TextProjection` and `HunyuanVideo15ImageProjection` of diffusers.
+    """
+    layers: dict[str, nn.Module] = {norm_in: LayerNorm(sizes[0], provider, eps=PROJECTION_EPSILON)}
+    for i, (inputs, outputs) in enumerate(pairwise(sizes), 1):
+        layers |= {f"gelu_{i}": nn.GELU()} if i > 1 else {}
+        layers[f"linear_{i}"] = _linear(provider, inputs, outputs)
+    if norm_out is not None:
+        layers[norm_out] = LayerNorm(sizes[-1], provider, eps=PROJECTION_EPSILON)
+    return nn.Sequential(OrderedDict(layers))
 
 
 class HunyuanVideo(Streams):
@@ -136,12 +124,13 @@ class HunyuanVideo(Streams):
         super().__init__(config, provider, attention, stage)
         if not stage.first:
             return
+        size, inner, picture = config.hidden_size, config.glyph_hidden_size, config.image_context_size
         self.refiner = TextRefiner(config, provider, attention)
         self.glyph_tokens = TextTokens(config.glyph_size, provider, condition=CONTEXT_2.name, optional=True)
-        self.glyph = _glyph_projection(config, provider)
-        self.image_tokens = TextTokens(config.image_context_size, provider, condition=IMAGE_TOKENS.name, optional=True)
-        self.image = _image_projection(config, provider)
-        self.kinds = provider.parameter((3, config.hidden_size), normal(0.02))
+        self.glyph = _projection(provider, [config.glyph_size, inner, inner, size], "norm", None)
+        self.image_tokens = TextTokens(picture, provider, condition=IMAGE_TOKENS.name, optional=True)
+        self.image = _projection(provider, [picture, picture, size], "norm_in", "norm_out")
+        self.kinds = provider.parameter((3, size), normal(0.02))
 
     def text_layout(self, batch: PackedBatch) -> SequenceLayout:
         image, glyph = (text_layout(batch, condition.name, missing=0) for condition in (IMAGE_TOKENS, CONTEXT_2))

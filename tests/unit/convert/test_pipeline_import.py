@@ -14,7 +14,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from dit.checkpoint.diffusers_folder import read_network
 from dit.convert.diffusers_format import TrainedModel
 from dit.convert.diffusers_sampling import scheduler_config
-from dit.convert.pipeline_import import Completed, check_single, complete, network_folder, read_schedule, read_shift
+from dit.convert.pipeline_import import check_single, complete, network_folder, read_schedule, read_shift
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
@@ -89,17 +89,17 @@ def test_parts_are_read_from_the_folder_around_the_network(tmp_path, index, null
     assert network_folder(root) == network_folder(root / "unet") == root / "unet"
     imported = TrainedModel(XL, PUBLISHED, (1, 8, 8), {})
     found = complete(imported, root / "unet")
-    assert found.trained.model == replace(XL, null_text=null)
-    assert found.trained.text_encoder == (
+    assert found.model == replace(XL, null_text=null)
+    assert found.text_encoder == (
         f"text={root}/text_encoder:layer=penultimate:padded,"
         f"text+pooled={root}/text_encoder_2:layer=penultimate:padded:joined"
     )
-    assert (found.trained.autoencoder, found.has_schedule, found.notes) == (str(root / "vae"), False, [])
+    assert (found.autoencoder, found.recorded, found.notes) == (str(root / "vae"), False, [])
     (root / "scheduler").mkdir()
     settings = scheduler_config(OBJECTIVES[1]) | {"timestep_spacing": "leading"}
     (root / "scheduler/scheduler_config.json").write_text(json.dumps(settings))
     found = complete(imported, root / "unet")
-    assert (found.trained.objective, found.has_schedule) == (OBJECTIVES[1], True)
+    assert (found.objective, found.recorded) == (OBJECTIVES[1], True)
     assert "differ from those of DDIMScheduler" in found.notes[0]
 
 
@@ -111,17 +111,17 @@ def test_the_schedule_of_a_transformer_is_read(tmp_path):
     (root / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler_config(OBJECTIVES[3])))
     published = DDPM(discrete_steps=1000, variance=LearnedVariance())
     found = complete(TrainedModel(STDiTConfig(), published, (1, 8, 8), {}), root / "transformer")
-    assert found.trained.objective == replace(OBJECTIVES[3], variance=LearnedVariance())
-    assert found.has_schedule
+    assert found.objective == replace(OBJECTIVES[3], variance=LearnedVariance())
+    assert found.recorded
 
 
 def test_a_network_without_pipeline_and_other_pipelines_add_nothing(tmp_path):
     imported = TrainedModel(XL, PUBLISHED, (1, 8, 8), {})
     (tmp_path / "unet").mkdir()
-    assert complete(imported, tmp_path / "unet").trained == imported
+    assert complete(imported, tmp_path / "unet") == imported
     root = pipeline(tmp_path / "other", _class_name="KandinskyPipeline")
     found = complete(imported, root / "unet")
-    assert found.trained == replace(imported, autoencoder=str(tmp_path / "other/vae"))
+    assert found == replace(imported, autoencoder=str(tmp_path / "other/vae"), notes=found.notes)
     assert "the text encoders of 'KandinskyPipeline' in" in found.notes[0]
 
 
@@ -131,7 +131,7 @@ def test_encoders_are_read_around_a_network_without_a_schedule(tmp_path):
     imported = TrainedModel(FluxConfig(), FlowMatching(), (1, 8, 8), {})
     found = complete(imported, root / "transformer")
     line = f"text={root}/text_encoder_2:padded,pooled={root}/text_encoder"
-    assert found == Completed(replace(imported, text_encoder=line, autoencoder=str(root / "vae")), notes=[])
+    assert found == replace(imported, text_encoder=line, autoencoder=str(root / "vae"))
 
 
 def test_a_pipeline_of_clean_pictures_records_them(tmp_path):
@@ -146,7 +146,7 @@ def test_a_pipeline_of_clean_pictures_records_them(tmp_path):
         root = pipeline(tmp_path / str(number), **index)
         (root / "transformer").mkdir()
         found = complete(TrainedModel(WanConfig(), FlowMatching(), (1, 8, 8), {}), root / "transformer")
-        assert found.trained.clean_parts == parts
+        assert found.clean_parts == parts
 
 
 def test_one_of_two_networks_has_its_times(tmp_path):
@@ -159,8 +159,8 @@ def test_one_of_two_networks_has_its_times(tmp_path):
     for name in ("transformer", "transformer_2"):
         (root / name).mkdir()
         found = complete(TrainedModel(WanConfig(), FlowMatching(), (1, 8, 8), {}), root / name)
-        assert found.trained.objective.time_shift == 3.0
-        times.append(found.trained.objective.trained_times)
+        assert found.objective.time_shift == 3.0
+        times.append(found.objective.trained_times)
     assert times == [(0.875, 1.0), (0.0, 0.875)]
     with pytest.raises(ConfigError, match=r"has two networks, .* boundary_ratio=0.875; give .*/transformer or .*_2"):
         read_network(root)
@@ -194,9 +194,9 @@ def test_sampling_has_the_times_of_the_scheduler_in_the_pipeline(tmp_path, name,
     points = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
     mu = compute_empirical_mu(tokens, 50) if name == "flux2" else calculate_shift(tokens, *points)
     scheduler.set_timesteps(50, sigmas=[1 - i / 50 for i in range(50)], mu=mu)
-    grid = found.trained.objective.at_size(tokens, 1).sampling_grid(50)
+    grid = found.objective.at_size(tokens, 1).sampling_grid(50)
     torch.testing.assert_close(grid, scheduler.sigmas.double(), rtol=0, atol=1e-6)
-    assert found.has_schedule
+    assert found.recorded
     assert not found.notes
 
 
@@ -209,7 +209,7 @@ def test_the_shift_of_another_solver_is_read(tmp_path):
     settings["use_karras_sigmas"] = True
     (root / "scheduler/scheduler_config.json").write_text(json.dumps(settings))
     found = complete(TrainedModel(SanaConfig(), FlowMatching(), (1, 8, 8), {}), root / "transformer")
-    assert found.trained.objective == FlowMatching(time_shift=4.0)
+    assert found.objective == FlowMatching(time_shift=4.0)
     assert "not of DPMSolverMultistepScheduler" in found.notes[0]
     assert "without use_karras_sigmas=True" in found.notes[1]
 
@@ -228,11 +228,13 @@ def test_a_pipeline_without_our_steps_is_named_at_import_and_export(tmp_path):
         scheduler.set_timesteps(4)
         ours = trained.objective.sampling_grid(4).float()
         assert not torch.allclose(scheduler.sigmas, ours, atol=1e-3)  # the scheduler spaces them in both cases
-        for notes in (read_network(root).notes, exported):
+        for notes in (read_network(root).trained.notes, exported):
             spaced = [note for note in notes if "lets its scheduler space the steps" in note]
             assert len(spaced) == (network == "prx")
         shutil.copytree(tmp_path / f"{network} exported", root / "transformer", dirs_exist_ok=True)
-        assert not any("space the steps" in note for note in read_network(root).notes)  # the record has the steps
+        assert not any(
+            "space the steps" in note for note in read_network(root).trained.notes
+        )  # the record has the steps
 
 
 @pytest.mark.parametrize(

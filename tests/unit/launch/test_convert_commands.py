@@ -238,14 +238,14 @@ def test_a_record_from_an_unknown_source_is_checked(tmp_path, capsys, change, me
 @pytest.mark.parametrize("form", formats(), ids=lambda form: form.class_name)
 def test_a_record_survives_json_for_each_format(form):
     """The data's class names are recorded only for a model that takes classes."""
-    model = form.config_class(**({"num_classes": 3} if form.samples_by_class else {}))
+    model = form.config_class(**({"num_classes": 3} if form.class_name == "DiTTransformer2DModel" else {}))
     sampling = SamplingConfig(prompts=["a", "b"])
     config = RunConfig(model=model, data=NoData(), objective=EDM(sigma_data=0.7), sampling=sampling)
     metadata = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
     added = {"autoencoder": "vae", "max_text_tokens": 7, "attributions": ["by A"], "clean_parts": ["reference"]}
     added["reference_aspect"] = "square"
     trained = export_weights.trained_model(config, metadata | added)
-    assert trained.class_names == (["x", "y", "z"] if form.samples_by_class else None)
+    assert trained.class_names == (["x", "y", "z"] if form.class_name == "DiTTransformer2DModel" else None)
     again = from_record(json.loads(json.dumps(to_record(trained))), form.config_class)
     assert again == trained
     assert {name: getattr(again, name) for name in added} == added
@@ -298,7 +298,7 @@ def test_a_flag_precedes_the_record_which_precedes_the_publication(tmp_path):
     own = import_weights.read_objective("edm(sigma_data=1.0)")
     found = {}
     for source, given in ((plain, None), (recorded, None), (plain, own), (recorded, own), (recorded, FlowMatching())):
-        trained, notes = import_weights.settle(import_weights.read_original(source, args), given)
+        trained, notes = import_weights.settle(import_weights.read_original(source, args)[0], given)
         found[source.stem, given is own, given is None] = trained.objective, dict(trained.sampling), notes[0]
     published = DDPM(schedule="linear", discrete_steps=1000)
     assert found["plain", False, True][:2] == (
@@ -321,7 +321,7 @@ def test_weights_with_a_variance_are_imported_as_trained_with_one(tmp_path):
     """Objective and model match, so training can continue; sampling follows the authors' `sample.py`."""
     save_file(random_state(**{**SIZES, "out_channels": 8}), tmp_path / "sigma.safetensors")
     args = argparse.Namespace(num_attention_heads=4)
-    trained, _ = import_weights.settle(import_weights.read_original(tmp_path / "sigma.safetensors", args), None)
+    trained, _ = import_weights.settle(import_weights.read_original(tmp_path / "sigma.safetensors", args)[0], None)
     assert trained.objective == DDPM(schedule="linear", discrete_steps=1000, variance=LearnedVariance())
     check_outputs(trained.objective, trained.model)
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
