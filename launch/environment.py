@@ -29,6 +29,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ, *, quiet: bool = Fal
     # Expandable segments: packs of varying length fragment the CUDA cache less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        # NCCL would register such memory in a CUDA graph as one allocation, and hang (pytorch/pytorch#158029).
+        environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # Loader workers are forked; the thread pool of the tokenizers does not support forks.
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torch remembers this many collectives; a rank that waited too long writes them down (dit/monitoring/heartbeat.py).
