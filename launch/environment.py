@@ -41,9 +41,10 @@ def prepare(environ: MutableMapping[str, str] = os.environ, *, quiet: bool = Fal
 
 def prepare_layout(parallel: "ParallelConfig", environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that the CUDA driver reads at its first call, for a parallel layout."""
-    # One hardware queue keeps the order "collective first, then GEMM" that overlaps tensor parallelism; Megatron-FSDP
-    # needs several queues to overlap its gathers, and refuses 1.
-    if parallel.tensor_model_parallel_size > 1 and parallel.data_parallel != "fsdp":
+    # One hardware queue keeps the order "communication first, then compute" that overlaps tensor parallelism and rings;
+    # Megatron-FSDP needs several queues to overlap its gathers, and refuses 1.
+    splits_model = max(parallel.tensor_model_parallel_size, parallel.context_parallel_size) > 1
+    if splits_model and parallel.data_parallel != "fsdp":
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

@@ -227,7 +227,9 @@ def test_one_hardware_queue_for_tensor_and_context_parallelism_only():
 
     for sizes, expected in (
         ({}, None),
+        ({"pipeline_model_parallel_size": 2}, None),
         ({"tensor_model_parallel_size": 2}, "1"),
+        ({"context_parallel_size": 2}, "1"),
         ({"tensor_model_parallel_size": 2, "data_parallel": "fsdp"}, None),
     ):
         environ: dict[str, str] = {}
