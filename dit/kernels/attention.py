@@ -236,5 +236,6 @@ def padded_segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> tuple
             padding = end - start - length
             lengths[i].extend([length, 0, padding] if i else [length, padding, 0])
     cu_q, cu_k = (layout_q.tensor((0, *accumulate(x)), torch.int32) for x in lengths)
-    max_q, max_k = (x.max_seqlen if x.is_fixed else max(n) for x, n in zip((layout_q, layout_k), lengths))
+    # If no segment has 2 queries, FlashAttention 2 with shared key heads expects 1 in each (its issue 1537).
+    max_q, max_k = (x.max_seqlen if x.is_fixed else max(2, *n) for x, n in zip((layout_q, layout_k), lengths))
     return cu_q, cu_k, max_q, max_k
