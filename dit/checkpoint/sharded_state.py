@@ -58,8 +58,7 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
         name: list(sharding_of(parameter, name).global_shape(parameter.shape, groups.tp.size()))
         for name, parameter in parameters
     }
-    parts = gather_objects(shapes, groups.different_parameters)
-    return {name: shape for part in parts for name, shape in part.items()}
+    return {name: shape for part in gather_objects(shapes) for name, shape in part.items()}
 
 
 def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
@@ -133,9 +132,8 @@ def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: Proce
 
 def gather_parts(local: LocalState, groups: ProcessGroups) -> Optional[list[LocalState]]:
     """Return the states of all ranks without values on rank 0, None on other ranks; every rank calls this."""
-    parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
-    dist.gather_object(LocalState(local.parts, []), parts)
-    return parts
+    parts = gather_objects(LocalState(local.parts, []))
+    return parts if groups.rank == 0 else None
 
 
 def contents_of(
