@@ -8,7 +8,8 @@ and its output is zero. Two samples a, b with texts p, q (`.` is padding):
     mask     a0 a1 a2 attend to p0 p1         b0 b1 b2 b3 attend to q0
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import accumulate
@@ -98,7 +99,22 @@ def attend_densely(
         return zeros_of(q_TNH, k_KNH, v_KNH)
     groups = layout_q.table(groups_of, layout_k)
     parts = zip(groups.queries.gather(q_TNH), groups.keys.gather(k_KNH), groups.keys.gather(v_KNH), groups.counts)
-    return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
+    with _without_cudnn():
+        return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Exclude cuDNN from the kernels that torch selects from, for batches whose sizes differ from pack to pack.
+
+    Torch prefers cuDNN on H100 and B200, which takes about a second for each new size: modelscope/FunASR#3704.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class _OneKey(torch.autograd.Function):

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -239,6 +240,21 @@ def test_groups_are_computed_once_for_all_layers():
         segment_sdpa(*qkv, *layouts)
     assert counter.waits == 0
     assert not {"arange", "lift_fresh", "index", "index_put", "sort"} & set(counter.by_operation)
+
+
+def test_cudnn_builds_no_plan_for_sizes_that_occur_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of segments have other sizes in each pack; batches of equal samples repeat."""
+    enabled = []
+
+    def recorded(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return torch.nn.functional.scaled_dot_product_attention(*qkv, **options)
+
+    monkeypatch.setattr("dit.kernels.attention.sdpa", recorded)
+    for lengths in ((4, 6, 4), (5, 5)):
+        case = AttentionCase("packs", lengths)
+        segment_sdpa(*case.qkv(), *case.layouts())
+    assert enabled == [False, False, True]
 
 
 def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):
