@@ -110,7 +110,7 @@ def _without_cudnn() -> Iterator[None]:
     Torch prefers cuDNN on H100 and B200, which takes about a second for each new size: modelscope/FunASR#3704.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(before and not torch.backends.cuda.flash_sdp_enabled())
     try:
         yield
     finally:

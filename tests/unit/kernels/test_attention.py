@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit.kernels.attention import (
     _most_segments,
@@ -255,6 +256,9 @@ def test_cudnn_builds_no_plan_for_sizes_that_occur_once(monkeypatch: pytest.Monk
         case = AttentionCase("packs", lengths)
         segment_sdpa(*case.qkv(), *case.layouts())
     assert enabled == [False, False, True]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):  # a request for cuDNN
+        segment_sdpa(*AttentionCase("packs", (4, 6)).qkv(), *AttentionCase("packs", (4, 6)).layouts())
+    assert enabled[3:] == [True, True]
 
 
 def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):
