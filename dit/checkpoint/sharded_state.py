@@ -130,12 +130,6 @@ def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: Proce
     return local
 
 
-def gather_parts(local: LocalState, groups: ProcessGroups) -> Optional[list[LocalState]]:
-    """Return the states of all ranks without values on rank 0, None on other ranks; every rank calls this."""
-    parts = gather_objects(LocalState(local.parts, []))
-    return parts if groups.rank == 0 else None
-
-
 def contents_of(
     parts: Sequence[LocalState],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, list[Box]]]]:
@@ -165,9 +159,9 @@ def save_state(
     record: dict[str, FileRecord] = {}
     with fails_together():
         record = {file: write_boxes(directory / file, local.boxes, local.values)}
-    parts, scalars = gather_parts(local, groups), scalars_of(optimizer)
+    parts, scalars = gather_objects(LocalState(local.parts, [])), scalars_of(optimizer)
     with fails_together():
-        if parts is not None:
+        if groups.rank == 0:
             write_index(directory, *contents_of(parts), scalars)
     return record
 
