@@ -29,6 +29,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ, *, quiet: bool = Fal
     # Expandable segments: packs of varying length fragment the CUDA cache less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        # NCCL would register such memory in a CUDA graph as one allocation, and hang (pytorch/pytorch#158029).
+        environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # Loader workers are forked; the thread pool of the tokenizers does not support forks.
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # torch remembers this many collectives; a rank that waited too long writes them down (dit/monitoring/heartbeat.py).
@@ -39,9 +41,10 @@ def prepare(environ: MutableMapping[str, str] = os.environ, *, quiet: bool = Fal
 
 def prepare_layout(parallel: "ParallelConfig", environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that the CUDA driver reads at its first call, for a parallel layout."""
-    # One hardware queue keeps the order "collective first, then GEMM" that overlaps tensor parallelism; Megatron-FSDP
-    # needs several queues to overlap its gathers, and refuses 1.
-    if parallel.tensor_model_parallel_size > 1 and parallel.data_parallel != "fsdp":
+    # One hardware queue keeps the order "communication first, then compute" that overlaps tensor parallelism and rings;
+    # Megatron-FSDP needs several queues to overlap its gathers, and refuses 1.
+    splits_model = max(parallel.tensor_model_parallel_size, parallel.context_parallel_size) > 1
+    if splits_model and parallel.data_parallel != "fsdp":
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

@@ -210,10 +210,14 @@ _graphs = WeakSet[Any]()
 
 @contextmanager
 def capture_graph() -> Iterator[Callable[[], None]]:
-    """Record the work of this context as a CUDA graph instead of doing it; yields the function that does it."""
-    graph = torch.cuda.CUDAGraph()
+    """Record the work of this context as a CUDA graph instead of doing it; yields the function that does it.
+
+    Graphs share memory: one may overwrite the numbers of another, so copy the results of a graph before the next runs.
+    """
+    graph, other = torch.cuda.CUDAGraph(), next(iter(_graphs), None)
+    pool = None if other is None else other.pool()
     # Other threads of the process, such as those that pin memory, may use CUDA during the capture.
-    with torch.cuda.graph(graph, stream=_stream_of_graphs(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool, _stream_of_graphs(), capture_error_mode="thread_local"):
         yield graph.replay
     _graphs.add(graph)
 

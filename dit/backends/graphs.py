@@ -39,19 +39,22 @@ class _CaptureMode(TorchDispatchMode):
 
 
 class NoCopiesFromHost(_CaptureMode):
-    """Raises an error if an operation copies from host memory, which may be freed before the graph is replayed."""
+    """Raises an error before an operation copies from host memory, which may be freed before the graph is replayed.
+
+    CUDA would raise its own error for most of these copies, which does not name the cause.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        targets, sources = args[:2] if len(args) > 1 else (result, args)
-        pairs = zip(tree_leaves(targets), tree_leaves(sources)) if func.overloadpacket in COPIES else ()
-        for target, source in pairs:
-            if source.device.type == "cpu" and target.device.type != "cpu":
+        kwargs = kwargs or {}
+        if func.overloadpacket in COPIES:
+            device = kwargs.get("device") or tree_leaves(args[0])[0].device
+            on_host = [x for x in tree_leaves(args[:2][-1]) if x.device.type == "cpu"]
+            if on_host and device.type != "cpu":
                 raise BatchError(
-                    f"training.cuda_graph=True: the passes copy numbers of shape {list(source.shape)} from the host, "
-                    "such as the lengths of texts; use texts of one length, or training.cuda_graph=False"
+                    f"training.cuda_graph=True: the passes copy numbers of shape {list(on_host[0].shape)} from the "
+                    "host, such as the lengths of texts; use texts of one length, or training.cuda_graph=False"
                 )
-        return result
+        return func(*args, **kwargs)
 
 
 class UsedMemory(_CaptureMode):

@@ -96,11 +96,6 @@ class ProcessGroups:
         """Ranks with the same FSDP shard, one in each instance of hybrid sharding; None for one instance."""
         return self.collection.inter_dist_opt
 
-    @property
-    def different_parameters(self) -> dist.ProcessGroup:
-        """Ranks with different parameters of one replica: pipeline stages, tensor and expert parallel ranks."""
-        return self.collection.tp_ep_pp
-
     def along(self, axis: Axis) -> dist.ProcessGroup:
         """Return the ranks that differ from this one only along `axis`."""
         if axis == "expert_dp":
@@ -245,9 +240,20 @@ def any_rank_each(*flags: bool) -> list[bool]:
 
 def gather_objects(value: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
     """Return the values of all ranks of a group, by default of all ranks; every rank of it calls this."""
+    if dist.get_world_size(group) == 1:
+        return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum a tensor over the ranks of a group; every rank of it calls this.
+
+    One rank makes no call. NCCL would allocate buffers of about 400 MB for the first call of its group.
+    """
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
 
 
 def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:

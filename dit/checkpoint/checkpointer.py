@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 import yaml
 
 from dit.backends.process_groups import gather_objects
@@ -81,10 +80,9 @@ class Checkpointer:
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
                 records[name] = hash_file(folder / name, flush=True)
-        parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
-        dist.gather_object(records, parts)
+        parts = gather_objects(records)
         with fails_together():
-            if parts is not None:
+            if groups.rank == 0:
                 self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
         return self.store.path(step)
 

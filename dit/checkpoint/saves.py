@@ -23,12 +23,12 @@ from typing import Any, Optional, Protocol
 
 import torch.distributed as dist
 
-from dit.backends.process_groups import any_rank, any_rank_each
+from dit.backends.process_groups import any_rank, any_rank_each, gather_objects
 from dit.checkpoint.background.copies import Copies
 from dit.checkpoint.background.remote import Owner
 from dit.checkpoint.background.writer import ORPHAN_S, Pieces, WriterProcess
 from dit.checkpoint.checkpointer import Checkpointer, held_out_meta
-from dit.checkpoint.sharded_state import contents_of, fails_together, gather_parts, local_state, scalars_of
+from dit.checkpoint.sharded_state import LocalState, contents_of, fails_together, local_state, scalars_of
 from dit.checkpoint.state_files import INDEX, file_of_rank, head_of, index_text, tensors_text
 from dit.checkpoint.train_state import TrainState
 from dit.errors import CheckpointError, SaveError
@@ -229,9 +229,9 @@ class Saves:
         assert self.writer is not None
         local, is_first = local_state(state.shards, state.ema, self.groups), self.groups.rank == 0
         if self._tensors is None:  # the layout of a run does not change
-            parts, text = gather_parts(local, self.groups), ""
+            parts, text = gather_objects(LocalState(local.parts, [])), ""
             with fails_together():
-                text = "" if parts is None else tensors_text(*contents_of(parts))
+                text = tensors_text(*contents_of(parts)) if is_first else ""
             self._tensors = text  # set on all ranks or on none; if on none, the next save gathers again
         meta, scalars = self.checkpointer.meta(state), scalars_of(state.optimizer)
         head, _ = head_of(local.boxes)

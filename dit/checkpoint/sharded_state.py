@@ -58,8 +58,7 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
         name: list(sharding_of(parameter, name).global_shape(parameter.shape, groups.tp.size()))
         for name, parameter in parameters
     }
-    parts = gather_objects(shapes, groups.different_parameters)
-    return {name: shape for part in parts for name, shape in part.items()}
+    return {name: shape for part in gather_objects(shapes) for name, shape in part.items()}
 
 
 def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
@@ -131,13 +130,6 @@ def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: Proce
     return local
 
 
-def gather_parts(local: LocalState, groups: ProcessGroups) -> Optional[list[LocalState]]:
-    """Return the states of all ranks without values on rank 0, None on other ranks; every rank calls this."""
-    parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
-    dist.gather_object(LocalState(local.parts, []), parts)
-    return parts
-
-
 def contents_of(
     parts: Sequence[LocalState],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, list[Box]]]]:
@@ -167,9 +159,9 @@ def save_state(
     record: dict[str, FileRecord] = {}
     with fails_together():
         record = {file: write_boxes(directory / file, local.boxes, local.values)}
-    parts, scalars = gather_parts(local, groups), scalars_of(optimizer)
+    parts, scalars = gather_objects(LocalState(local.parts, [])), scalars_of(optimizer)
     with fails_together():
-        if parts is not None:
+        if groups.rank == 0:
             write_index(directory, *contents_of(parts), scalars)
     return record
 

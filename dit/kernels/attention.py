@@ -8,7 +8,8 @@ and its output is zero. Two samples a, b with texts p, q (`.` is padding):
     mask     a0 a1 a2 attend to p0 p1         b0 b1 b2 b3 attend to q0
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import accumulate
@@ -110,7 +111,22 @@ def attend_densely(
         return zeros_of(q_TNH, k_KNH, v_KNH)
     groups = layout_q.table(groups_of, layout_k)
     parts = zip(groups.queries.gather(q_TNH), groups.keys.gather(k_KNH), groups.keys.gather(v_KNH), groups.counts)
-    return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
+    with _without_cudnn():
+        return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Exclude cuDNN from the kernels that torch selects from, for batches whose sizes differ from pack to pack.
+
+    Torch prefers cuDNN on H100 and B200, which takes about a second for each new size: modelscope/FunASR#3704.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and not torch.backends.cuda.flash_sdp_enabled())
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class _OneKey(torch.autograd.Function):
@@ -248,5 +264,6 @@ def padded_segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> tuple
             padding = end - start - length
             lengths[i].extend([length, 0, padding] if i else [length, padding, 0])
     cu_q, cu_k = (layout_q.tensor((0, *accumulate(x)), torch.int32) for x in lengths)
-    max_q, max_k = (x.max_seqlen if x.is_fixed else max(n) for x, n in zip((layout_q, layout_k), lengths))
+    # If no segment has 2 queries, FlashAttention 2 with shared key heads expects 1 in each (its issue 1537).
+    max_q, max_k = (x.max_seqlen if x.is_fixed else max(2, *n) for x, n in zip((layout_q, layout_k), lengths))
     return cu_q, cu_k, max_q, max_k

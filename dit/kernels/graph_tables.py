@@ -5,9 +5,11 @@
     replay    run the kernel
 
 A captured copy would read host memory that is freed before the replay, so values are copied once, after the capture.
+A table must not be in the memory of the graph, where earlier kernels of each replay would overwrite it.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -43,6 +45,7 @@ def table_on(values: Tensor, device: torch.device) -> Tensor:
     """Return a table on the device; in `graph_tables`, it has its values when the context ends."""
     if not is_capturing():
         return to_device(values, device)
-    table = torch.empty_like(values, device=device)
+    with ThreadPoolExecutor(1) as thread:  # another thread has another stream, and is not captured
+        table = thread.submit(torch.empty_like, values, device=device).result()
     _captures[-1].append((table, values))
     return table

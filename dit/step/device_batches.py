@@ -8,7 +8,6 @@ from math import prod
 from typing import Any, NamedTuple, Optional
 
 import torch
-import torch.distributed as dist
 
 from dit import layout
 from dit.backends.process_groups import gather_objects
@@ -175,22 +174,23 @@ class DeviceBatches(Iterator[PackedBatch]):
         grid = t, h // spec.patch_spatial, w // spec.patch_spatial
         self.largest = Largest(prod(grid), grid, metadata.get("fps", DEFAULT_FPS), frames)
 
-    def share_largest(self, group: dist.ProcessGroup) -> tuple[tuple[int, int, int], float]:
-        """Replace the largest sample by that of all ranks of a group; every rank calls this.
+    def share_largest(self) -> tuple[tuple[int, int, int], float]:
+        """Replace the largest sample by that of all ranks; every rank calls this.
 
         Returns:
             (T, H, W) of its latent, and its frames per second.
         """
-        self.largest = max(gather_objects(self.largest, group))
+        self.largest = max(gather_objects(self.largest))
         return self.latent_size(self._spec), self.largest.fps
 
-    def share_typical(self, group: dist.ProcessGroup) -> tuple[tuple[int, int, int], float]:
+    def share_typical(self) -> tuple[tuple[int, int, int], float]:
         """Return `share_largest` without samples so large that fewer than 1 of `RARE` has their size.
 
         A single long clip would otherwise determine the time and memory of every preview.
         """
-        size, fps = self.share_largest(group)
-        counts = sum(gather_objects(self.sizes, group), Counter[tuple[int, Grid, float]]())
+        size, fps = self.share_largest()
+        # All ranks of a replica have the same samples, which changes no share of them.
+        counts = sum(gather_objects(self.sizes), Counter[tuple[int, Grid, float]]())
         larger = 0
         for typical in sorted(counts, reverse=True):
             larger += counts[typical]

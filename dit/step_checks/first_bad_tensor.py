@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dit.backends.pending_bias import PendingBias
-from dit.backends.process_groups import gather_objects
+from dit.backends.process_groups import all_reduce, gather_objects
 from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.kernels.layer_kernels import PendingResidual
@@ -154,7 +154,7 @@ class Probe:
         """Return the mean loss per token of each sample, whose tokens may be split over context-parallel ranks."""
         sums = torch.tensor(list(self._losses.values()), device=device)
         if self._losses:  # on all ranks of the last pipeline stage
-            dist.all_reduce(sums, group=self._groups.cp)
+            all_reduce(sums, self._groups.cp)
         return {key: loss / max(tokens, 1.0) for key, (loss, tokens) in zip(self._losses, sums.tolist())}
 
     def _hooks(self, chunk: int, model: nn.Module) -> Iterator[Any]:

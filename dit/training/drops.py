@@ -54,4 +54,5 @@ class DropReport:
 
 
 def _all_counts(state: TrainState, groups: ProcessGroups) -> SampleCounts:
-    return sum(gather_objects(state.stream.sample_counts(), groups.dp), SampleCounts())
+    counts = state.stream.sample_counts() if groups.is_data_reader else SampleCounts()
+    return sum(gather_objects(counts), SampleCounts())

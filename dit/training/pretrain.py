@@ -421,7 +421,7 @@ class Run:
         """Save a checkpoint of this step, in the background if possible."""
         self.phase.enter("saves")
         self.log.sync()
-        size, fps = self.batches.share_largest(self.groups.dp)
+        size, fps = self.batches.share_largest()
         metadata = {
             "class_names": self.class_names,
             "latent_size": list(size),
@@ -460,7 +460,7 @@ class Run:
         self.phase.enter("samples")
         # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
         network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
-        typical = self.batches.share_typical(self.groups.dp)
+        typical = self.batches.share_typical()
         averaged = self.state.averaged if self.state.ema else None
         folder = None if self.log.is_silent else make_folder(self.samples_folder.parent) / self.samples_folder.name
         held_out = held_out_pictures(self.config, self.spec, self.encode)

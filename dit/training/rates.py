@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dit.backends.device import StepTimer, describe, peak_flops, peak_memory
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, all_reduce
 from dit.checkpoint.train_state import TrainState
 from dit.data_api import DataStream
 from dit.monitoring.heartbeat import Phase
@@ -30,12 +30,14 @@ def rates(
         dtype=torch.float64,
         device=device,
     )
-    dist.all_reduce(counts, group=groups.dp)
-    samples, valid, padded, flops, all_dropped, loader_samples_per_s, late = counts.tolist()
     # Replicas wait for each other at the end of each step, so the step lasts as long as the largest work.
     steps = torch.tensor(consumed.flops, dtype=torch.float64, device=device).view(-1, micro_batches)
     slowest = torch.cat([steps.sum(1), steps.new_tensor([consumed.waited_s / seconds])])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups.dp)
+    if not groups.is_data_reader:  # one rank counts for its replica; a group of these ranks would need more memory
+        counts, slowest = torch.zeros_like(counts), torch.zeros_like(slowest)
+    dist.all_reduce(counts)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    samples, valid, padded, flops, all_dropped, loader_samples_per_s, late = counts.tolist()
     peak = peak_flops(describe())
     return int(samples), {
         "samples_per_s": samples / seconds,
@@ -75,8 +77,8 @@ def memory_peaks(device: torch.device) -> dict[str, int]:
 def mean_terms(loss_sums: torch.Tensor, groups: ProcessGroups) -> list[float]:
     """Return the mean of each term and measure of the loss over all ranks; every rank calls this."""
     sums = loss_sums.clone()
-    dist.all_reduce(sums, group=groups.dp_cp)
-    dist.all_reduce(sums, group=groups.pp)  # only the last stage has losses
+    all_reduce(sums, groups.dp_cp)
+    all_reduce(sums, groups.pp)  # only the last stage has losses
     return (sums[:-1] / sums[-1]).tolist()
 
 

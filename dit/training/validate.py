@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, all_reduce
 from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
@@ -44,7 +43,7 @@ def held_out_loss(
         objective has levels; if more than one term is logged, also `loss_NAME` of each.
     """
     sums = loss_sums(network, batches, objective, model, device, shard)
-    dist.all_reduce(sums, group=groups.dp_cp)
+    all_reduce(sums, groups.dp_cp)
     return mean_losses(objective, sums)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from dit.backends.device import destroy_graphs, graph_stream
 from dit.backends.graphs import WARM_UP, Graphed
+from dit.kernels.graph_tables import table_on
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ELEMENTS, MICRO_BATCHES = 1 << 24, 8
@@ -20,6 +21,34 @@ def test_a_replay_reads_a_table_that_its_cache_dropped():
     others = [torch.full_like(x, 7.0) for _ in range(8)]
     assert (graphed(lambda x: x, x) == 1).all()
     del others
+
+
+def test_a_replay_does_not_overwrite_its_tables():
+    """A table may not get the memory of a tensor that the same graph freed."""
+    x, values = torch.ones(ELEMENTS, device="cuda"), torch.arange(ELEMENTS, dtype=torch.float32)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        freed = (x * 3).sum()
+        return table_on(values, x.device) + 0 * freed
+
+    graphed = Graphed()
+    for _ in range(WARM_UP + 2):
+        assert torch.equal(graphed(compute, x).cpu(), values)
+    destroy_graphs()
+
+
+def test_graphs_share_the_memory_of_freed_tensors():
+    x, graphs, reserved = torch.ones(ELEMENTS, device="cuda"), [Graphed() for _ in range(4)], []
+    for factor, graphed in enumerate(graphs):
+        for _ in range(WARM_UP + 1):
+            graphed(lambda: (x * factor).exp().sum())  # noqa: B023
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] - reserved[0] < x.nbytes
+    for factor, graphed in reversed(list(enumerate(graphs))):
+        assert torch.equal(graphed(lambda: x), (x * factor).exp().sum())
+    destroy_graphs()
 
 
 def test_a_capture_reuses_the_memory_of_gradients():

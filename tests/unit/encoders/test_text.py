@@ -34,6 +34,20 @@ def test_an_embedding_does_not_depend_on_other_texts_in_the_batch(encoder):
 
 
 @installed
+def test_texts_use_no_kernel_that_is_prepared_for_their_number_and_length(encoder):
+    """torch would select cuDNN on H100 and B200."""
+    enabled, cuda = [], torch.backends.cuda
+    [network] = [part._model for part in encoder.encoders]
+    hook = network.register_forward_hook(
+        lambda *_: enabled.append((cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()))
+    )
+    encoder.encode(TEXTS[:1])
+    hook.remove()
+    assert enabled == [(False, True)]
+    assert cuda.cudnn_sdp_enabled()
+
+
+@installed
 def test_a_text_has_its_true_length(encoder):
     """A start token, four words and an end token; no padding, whatever the longest text of the call."""
     rows = encoder.encode(["the letter Q moving", "the letter Q moving left and then to the right"])["text"]

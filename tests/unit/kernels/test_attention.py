@@ -8,11 +8,20 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dit.kernels.attention import _most_segments, _packed, attend_densely, reference_attention, segment_sdpa
+from dit.kernels.attention import (
+    _most_segments,
+    _packed,
+    _segments_with_padding,
+    attend_densely,
+    reference_attention,
+    segment_sdpa,
+)
 from dit.kernels.te_attention import TEAttention
 from dit.layout import SequenceLayout
 from tests.support.calls import CallCounter
@@ -234,11 +243,30 @@ def test_groups_are_computed_once_for_all_layers():
     assert not {"arange", "lift_fresh", "index", "index_put", "sort"} & set(counter.by_operation)
 
 
+def test_cudnn_builds_no_plan_for_sizes_that_occur_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of segments have other sizes in each pack; batches of equal samples repeat."""
+    enabled = []
+
+    def recorded(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return torch.nn.functional.scaled_dot_product_attention(*qkv, **options)
+
+    monkeypatch.setattr("dit.kernels.attention.sdpa", recorded)
+    for lengths in ((4, 6, 4), (5, 5)):
+        case = AttentionCase("packs", lengths)
+        segment_sdpa(*case.qkv(), *case.layouts())
+    assert enabled == [False, False, True]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):  # a request for cuDNN
+        segment_sdpa(*AttentionCase("packs", (4, 6)).qkv(), *AttentionCase("packs", (4, 6)).layouts())
+    assert enabled[3:] == [True, True]
+
+
 def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):
     """Attend segment by segment, like a packed kernel of flash-attn; a segment without keys gives zeros."""
     assert len(cu_q) == len(cu_k)
     longest = int(cu_q.diff().max()), int(cu_k.diff().max())
-    assert (max_q, max_k) in (longest, (len(q), len(k)))  # or the limit of a pack of fixed size
+    limits = max(2, longest[0]), max(2, longest[1])
+    assert (max_q, max_k) in (longest, limits, (len(q), len(k)))  # the last is the limit of a pack of fixed size
     assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
     parts = []
     for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]):
@@ -272,6 +300,12 @@ def test_packed_kernels_get_padding_as_separate_segments(case: AttentionCase):
     layout_q, layout_k = case.layouts()
     if not (layout_q.uniform_length and layout_k.uniform_length):
         assert [len(x) for x in given[:3]] == [layout_q.total_tokens] + [layout_k.total_tokens] * 2
+
+
+def test_flash_attention_does_not_expect_a_query_in_every_segment() -> None:
+    """It does if the longest segment has one query and heads share keys; padding adds segments without queries."""
+    single = AttentionCase("single", (1, 1), (5, 3), multiple_of_q=2)
+    assert _segments_with_padding(*single.layouts())[2:] == (2, 5)
 
 
 def test_transformer_engine_gets_all_segments_by_arguments_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,15 +219,17 @@ def test_prepare_keeps_environment_variables_of_the_user():
     empty: dict[str, str] = {}
     environment.prepare(empty)
     wanted = {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert empty == wanted | {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert empty == wanted | {"NCCL_GRAPH_REGISTER": "0", "TORCH_FR_BUFFER_SIZE": "2000"}
 
 
-def test_one_hardware_queue_for_tensor_parallelism_only():
+def test_one_hardware_queue_for_tensor_and_context_parallelism_only():
     from dit.parallel.dims import ParallelConfig
 
     for sizes, expected in (
         ({}, None),
+        ({"pipeline_model_parallel_size": 2}, None),
         ({"tensor_model_parallel_size": 2}, "1"),
+        ({"context_parallel_size": 2}, "1"),
         ({"tensor_model_parallel_size": 2, "data_parallel": "fsdp"}, None),
     ):
         environ: dict[str, str] = {}

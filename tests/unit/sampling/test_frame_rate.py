@@ -126,13 +126,12 @@ def test_a_preview_has_the_size_of_the_largest_samples_that_are_not_rare(monkeyp
         return batches
 
     def preview_of(batches: DeviceBatches, *others: DeviceBatches) -> tuple[tuple[int, int, int], float]:
-        def gather(value: object, _: object) -> list[object]:
+        def gather(value: object) -> list[object]:
             return [value, *(other.sizes if isinstance(value, Counter) else other.largest for other in others)]
 
-        group: Any = None
         with monkeypatch.context() as ranks:
             ranks.setattr("dit.step.device_batches.gather_objects", gather)
-            return batches.share_typical(group)
+            return batches.share_typical()
 
     one, nine = rank(((32, 4, 4), 24.0)), rank(*[((16, 4, 4), 24.0)] * 9)
     assert preview_of(one) == ((8, 8, 8), 8.0)

@@ -15,10 +15,11 @@ import torch
 from benchmarks.host import wait_job
 from benchmarks.waits import META, WaitCounter, meta_device
 from dit.backends import process_groups
-from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost
+from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost, UsedMemory
 from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima
+from dit.kernels.graph_tables import graph_tables, table_on
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import master_shards, set_rates
 from dit.optimizer.step_numbers import Limits, StepNumbers
@@ -293,10 +294,21 @@ def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
     table, device_table = torch.arange(3), torch.zeros(3, dtype=torch.int64, device=META)
     in_a_list = lambda: torch._foreach_copy_([device_table, device_table], [device_table, table])  # noqa: E731
     for copy in (lambda: table.to(META), lambda: device_table.copy_(table), in_a_list):
-        with NoCopiesFromHost(), pytest.raises(BatchError, match=r"shape \[3\] from the host.*texts of one length"):
+        error = pytest.raises(BatchError, match=r"shape \[3\] from the host.*texts of one length")
+        with UsedMemory() as used, NoCopiesFromHost(), error:
             copy()
+        assert not used.storages, "CUDA would raise its own error for the copy"
     with NoCopiesFromHost():
         device_table.copy_(device_table.int())
+
+
+def test_a_table_is_not_in_the_memory_of_its_graph() -> None:
+    """It would get memory of a freed tensor, which an earlier kernel of each replay writes. Captures are per thread."""
+    values = torch.arange(3)
+    with graph_tables(), UsedMemory() as captured:
+        table = table_on(values, torch.device("cpu"))
+    assert not captured.storages
+    assert torch.equal(table, values)
 
 
 @pytest.mark.parametrize(

@@ -393,16 +393,18 @@ class Cuda:
 
     Attributes:
         current: the stack of current streams.
-        destroyed: number of destroyed graphs.
+        pools: memory of each graph.
+        destroyed: one value for each destroyed graph.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current: list[Any] = [mock.Mock()]
-        self.destroyed = 0
+        self.pools, self.destroyed = list[Any](), list[bool]()
         device._stream_of_graphs.cache_clear()
+        device._graphs.clear()
         monkeypatch.setattr(device, "use_cuda", lambda: True)
         names = {"Stream": mock.Mock, "stream": self.on, "current_stream": lambda: self.current[-1]}
-        names |= {"graph": lambda graph, stream, capture_error_mode: self.on(stream), "CUDAGraph": self.graph}
+        names |= {"graph": self.capture, "CUDAGraph": self.graph}
         for name, replacement in names.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
 
@@ -412,11 +414,12 @@ class Cuda:
         yield
         self.current.pop()
 
-    def graph(self) -> Any:
-        def reset() -> None:
-            self.destroyed += 1
+    def capture(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Any:
+        self.pools.append(pool)
+        return self.on(stream)
 
-        return mock.Mock(reset=reset)
+    def graph(self) -> Any:
+        return mock.Mock(reset=lambda: self.destroyed.append(True))
 
 
 @pytest.fixture
@@ -464,11 +467,7 @@ def test_a_captured_function_is_compiled(cuda: Cuda) -> None:
     runs = list[int]()
 
     def backend(graph: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
-        def run(*args: torch.Tensor) -> Any:
-            runs.append(len(runs))
-            return graph(*args)
-
-        return run
+        return lambda *args: runs.append(len(runs)) or graph(*args)
 
     graphed, compiled = Graphed(), torch.compile(torch.sigmoid, backend=backend)
     for _ in range(WARM_UP + 2):
@@ -507,14 +506,14 @@ def test_graphs_are_destroyed_before_the_groups_of_their_collectives(
     from megatron.core import parallel_state
 
     destroyed = list[int]()
-    monkeypatch.setattr(parallel_state, "destroy_model_parallel", lambda: destroyed.append(cuda.destroyed))
-    monkeypatch.setattr(process_groups.dist, "destroy_process_group", lambda *_: destroyed.append(cuda.destroyed))
+    monkeypatch.setattr(parallel_state, "destroy_model_parallel", lambda: destroyed.append(len(cuda.destroyed)))
+    monkeypatch.setattr(process_groups.dist, "destroy_process_group", lambda *_: destroyed.append(len(cuda.destroyed)))
     monkeypatch.setattr(process_groups.megatron_cpu, "forget_groups", lambda: None)
     graphs = [Graphed(), Graphed()]
-    for graphed in graphs:
-        for _ in range(WARM_UP + 1):
-            graphed(lambda x: x + 1, torch.ones(2))
+    for graphed, _ in itertools.product(graphs, range(WARM_UP + 1)):
+        graphed(lambda x: x + 1, torch.ones(2))
+    assert [pool is None for pool in cuda.pools] == [True, False]  # the second graph shares the memory of the first
     process_groups.release()
     assert set(destroyed) == {len(graphs)}
     process_groups.release()
-    assert cuda.destroyed == len(graphs)
+    assert len(cuda.destroyed) == len(graphs)

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dit.backends.device import peak_flops
 from dit.backends.process_groups import ProcessGroups
@@ -70,6 +71,32 @@ def test_peak_memory_is_that_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rates, "peak_memory", lambda: {"allocated": 5 << 40, "reserved": 7})
     peaks = rates.memory_peaks(torch.device("cpu"))
     assert peaks == {"peak_memory_allocated_bytes": 5 << 40, "peak_memory_reserved_bytes": 7}
+
+
+def test_reports_saves_and_validation_use_no_groups_of_their_own(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, one_rank_world: ProcessGroups
+) -> None:
+    """NCCL allocates about 400 MB at the first call of each group, also of one with one rank."""
+    run, used = tiny_run(tmp_path, one_rank_world, *ONE_STREAM), set[Any]()
+    sums = torch.zeros(2)
+    run.step(sums)
+    for name in ("all_reduce", "all_gather_object", "gather_object"):
+        call = getattr(dist, name)
+
+        def recorded(*args: Any, call: Any = call, group: Any = None, **options: Any) -> Any:
+            used.add(group)
+            return call(*args, group=group, **options)
+
+        monkeypatch.setattr(dist, name, recorded)
+    run.report(sums, 1.0)
+    assert used == {None}, "no call was recorded, or one of a smaller group"
+    run.save()
+    run.saves.finish()
+    run.validate()
+    run.sample()
+    run.drops.report(run.state, 1, one_rank_world, run.log)
+    run.close()
+    assert used == {None}
 
 
 def test_drops_of_earlier_attempts_are_not_reported_again(
