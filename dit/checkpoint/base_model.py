@@ -138,20 +138,22 @@ def check_start(folder: Path, shapes: Mapping[str, Sequence[int]], *, adapters: 
 
 
 def check_settings(start: Start, config: RunConfig) -> None:
-    """Check the settings of the model that no shape depends on, such as the axes of rotary positions.
+    """Check the settings of the model that no shape depends on, such as axes of rotary positions, scale of adapters.
 
     Raises:
         ConfigError: a setting differs that neither `MAY_DIFFER` nor `checkpoint.accept_changes` lists.
     """
     ours, theirs, accepted = vars(config.model), vars(start.model), config.checkpoint.accept_changes or []
-    names = [name for name in ours if name in theirs and name not in MAY_DIFFER and f"model.{name}" not in accepted]
+    recipe = "finetune" if start.base is None else "finetune_lora"
+    may_differ = {*MAY_DIFFER} if start.base is None else {*MAY_DIFFER} - {"lora"}
+    names = [name for name in ours if name in theirs and name not in may_differ and f"model.{name}" not in accepted]
     changed = [name for name in names if ours[name] != theirs[name]]
     if changed and "model" not in accepted:
         stored, new = (first_few([f"{name}={values[name]!r}" for name in changed]) for values in (theirs, ours))
         accept = json.dumps([*accepted, *(f"model.{name}" for name in changed)], separators=(",", ":"))
         raise ConfigError(
             f"checkpoint.start_from: {start.folder} has {stored}, but the model of the run has {new}; set these "
-            f"settings of model to the former, as --factory \"finetune(base='{start.folder}')\" does, or accept the "
+            f"settings of model to the former, as --factory \"{recipe}(base='{start.folder}')\" does, or accept the "
             f"latter: 'checkpoint.accept_changes={accept}'"
         )
 

@@ -237,6 +237,12 @@ def test_a_start_has_the_settings_that_no_shape_depends_on(tmp_path: Path, one_r
             start(f"refused_{len(adapters)}", *words, *adapters)
         accept = 'checkpoint.accept_changes=["model.time_scale"]'
         start(f"accepted_{len(adapters)}", *words, *adapters, accept, "model.class_dropout=0.5").close()
+    finish(start("adapters", words[0], "model.lora=lora", "model.lora.alpha=8"))
+    words = f"checkpoint.start_from={tmp_path / 'adapters'}", "model.lora=lora"
+    with pytest.raises(ConfigError, match=r'lora=.*alpha=8.0.*alpha=None.*"finetune_lora\(base=.*\["model.lora"\]'):
+        start("other_scale", *words)
+    for name, word in {"same": "model.lora.alpha=8", "accepted": 'checkpoint.accept_changes=["model.lora"]'}.items():
+        start(f"{name}_scale", *words, word).close()
 
 
 def test_a_start_has_the_encoders_of_the_data(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
