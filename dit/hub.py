@@ -50,6 +50,12 @@ def download(address: str, files: Sequence[str], is_complete: Callable[[Path], b
         ) from error
 
 
+def pinned(address: str, folder: Path) -> str:
+    """Return an address with the revision of its folder in the local cache, `.../snapshots/REVISION/...`."""
+    revision = re.search("/snapshots/([^/]+)", folder.as_posix())
+    return address if revision is None else f"{address.partition('@')[0]}@{revision[1]}"
+
+
 def files_of(repository: str, is_complete: Callable[[Sequence[str]], bool]) -> Sequence[str]:
     """Return the paths of the files of a repository on the Hugging Face hub.
 

@@ -212,9 +212,9 @@ def write_pipeline(
     token_limits = {name: encoder.geometry().max_tokens for name, encoder in encoders.items()}
     pixels = geometry.pixel_shape(*trained.latent_size)
     area = math.prod(pixels)
-    if pipeline.reference_area not in (None, area):
-        scaled = f"{pipeline.class_name} scales the picture to edit to {pipeline.reference_area:,} pixels"
-        notes.append(f"{scaled}, and samples of this run have {area:,}")
+    if "reference" in trained.clean_parts:
+        ours = f"launch.sample scales and crops references to about {area:,} pixels, as prepare --enlarge"
+        notes.append(f"{ours}; {pipeline.class_name} {pipeline.references}")
     code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=token_limits)
     guider = {"_class_name": GUIDER, "guidance_scale": trained.sampling.get("guidance_scale", 1.0)}
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
@@ -240,7 +240,8 @@ def sampling_notes(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     if guides and pipeline.flow and not pipeline.guided_by_texts:
         notes.append(f"{name} is called without guidance by texts, as launch.sample --guidance-scale 1")
     elif guides:
-        lacking += ["guidance_channels", "guidance_rescale", "guidance_interval"]
+        settings = ("guidance_channels", "guidance_rescale", "guidance_interval")
+        lacking += [key for key in settings if not any(word.startswith(key) for word in pipeline.arguments)]
     if guides and pipeline.guided_by_texts and bool(sampling["guidance_norm"]) != pipeline.keeps_norm:
         notes.append(f"{name} guides as launch.sample --{'' if pipeline.keeps_norm else 'no-'}guidance-norm")
     if dropped := [f"{key}={sampling[key]}" for key in lacking if sampling[key] != getattr(SamplingConfig, key)]:

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> list[str]:
 
 def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
     """Write a run folder with imported adapters for the weights of a run or folder; return the notes."""
-    from dit.checkpoint.base_model import find_start
+    from dit.checkpoint.base_model import base_entry, find_start
     from dit.checkpoint.diffusers_folder import Network
     from dit.checkpoint.reading import read_settings
     from dit.convert.diffusers_format import format_of_model
@@ -128,8 +128,7 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
     linears = [name.removesuffix(A_WEIGHT) for name in adapted if name.endswith(A_WEIGHT)]
     adapters = read_adapters(source, form, model, rules, linears)
     trained = replace(trained, model=model.with_adapters(adapters.config))
-    base = {"folder": str(start.folder.resolve()), "digest": start.digest(None)}
-    write_run(args, adapters.tensors, trained, base)
+    write_run(args, adapters.tensors, trained, base_entry(args.base, start))
     return adapters.notes
 
 

@@ -145,8 +145,9 @@ def _fit(recipe: run.Partial, gpus: Optional[int], gpu_memory: int) -> run.Parti
         smallest = WAYS[-1].bytes_per_gpu(parameters, 1, adapters=adapters)
         cure = f"use gpus={max(2, math.ceil(smallest / available))}"
         raise ConfigError(
-            f"{parameters / 1e9:.1f} B parameters need {smallest / 1e9:.0f} GB in {gpus} x {gpu_memory} GB; {cure}"
-            f"{'' if adapters else ', or train adapters: finetune_lora'}"
+            f"{parameters / 1e9:.1f} B parameters need {smallest / 1e9:.1f} GB, and activations leave "
+            f"{gpus * available / 1e9:.1f} GB in {gpus} x {gpu_memory} GB; {cure}"
+            f"{'' if adapters else ', or train adapters: finetune_lora, or lora=True'}"
         )
     if way.fsdp:
         recipe.parallel.data_parallel = "fsdp"

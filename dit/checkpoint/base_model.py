@@ -28,6 +28,7 @@ from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import on_first_rank, reads_together
 from dit.errors import CheckpointError, ConfigError, UserError, first_few
+from dit.hub import PREFIX, pinned
 from dit.models.base import ModelConfig
 from dit.models.lora import merge_adapters
 from dit.run_config import RunConfig
@@ -137,20 +138,22 @@ def check_start(folder: Path, shapes: Mapping[str, Sequence[int]], *, adapters: 
 
 
 def check_settings(start: Start, config: RunConfig) -> None:
-    """Check the settings of the model that no shape depends on, such as the axes of rotary positions.
+    """Check the settings of the model that no shape depends on, such as axes of rotary positions, scale of adapters.
 
     Raises:
         ConfigError: a setting differs that neither `MAY_DIFFER` nor `checkpoint.accept_changes` lists.
     """
     ours, theirs, accepted = vars(config.model), vars(start.model), config.checkpoint.accept_changes or []
-    names = [name for name in ours if name in theirs and name not in MAY_DIFFER and f"model.{name}" not in accepted]
+    recipe = "finetune" if start.base is None else "finetune_lora"
+    may_differ = {*MAY_DIFFER} if start.base is None else {*MAY_DIFFER} - {"lora"}
+    names = [name for name in ours if name in theirs and name not in may_differ and f"model.{name}" not in accepted]
     changed = [name for name in names if ours[name] != theirs[name]]
     if changed and "model" not in accepted:
         stored, new = (first_few([f"{name}={values[name]!r}" for name in changed]) for values in (theirs, ours))
         accept = json.dumps([*accepted, *(f"model.{name}" for name in changed)], separators=(",", ":"))
         raise ConfigError(
             f"checkpoint.start_from: {start.folder} has {stored}, but the model of the run has {new}; set these "
-            f"settings of model to the former, as --factory \"finetune(base='{start.folder}')\" does, or accept the "
+            f"settings of model to the former, as --factory \"{recipe}(base='{start.folder}')\" does, or accept the "
             f"latter: 'checkpoint.accept_changes={accept}'"
         )
 
@@ -169,17 +172,19 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
     Every rank calls this before the model is wrapped, because optimizers hold no master copy of frozen weights.
 
     Returns:
-        The entry of the base in manifests, `folder` and `digest`; None for a model without adapters.
+        The entry of the base in manifests, see `base_entry`; None for a model without adapters.
     """
     if config.model.adapters is None:
         return None
-    assert config.checkpoint.start_from is not None  # `RunConfig.check`
+    path = config.checkpoint.start_from
+    assert path is not None  # `RunConfig.check`
     with ExitStack() as reading:
-        start = find_start(config.checkpoint.start_from, reading, groups)
+        start = find_start(path, reading, groups)
         if (base := start.base) is not None:  # the adapters themselves: `warm_start`
-            start = find_start(base["folder"], reading, groups, f"the base of {start.folder}")
-        digest = start.digest(groups)
-        if base is not None and digest != base["digest"]:
+            path = base["folder"]
+            start = find_start(path, reading, groups, f"the base of {start.folder}")
+        entry = base_entry(path, start, groups)
+        if base is not None and entry["digest"] != base["digest"]:
             raise CheckpointError(
                 f"checkpoint.start_from: {start.folder} has changed since the adapters of "
                 f"{config.checkpoint.start_from} were trained on it; restore its files"
@@ -191,7 +196,17 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
             check_settings(start, config)
             log_start(weights, groups)
             load_weights(weights, chunks, groups, frozen=True)
-        return {"folder": str(start.folder.resolve()), "digest": digest}
+        return entry
+
+
+def base_entry(path: str, start: Start, groups: Optional[ProcessGroups] = None) -> dict[str, str]:
+    """Return the entry of a base in manifests; with `groups`, every rank calls this.
+
+    `folder` is that of the weights of `path`, or their address on the Hugging Face hub, because a local cache may be
+    deleted. `digest` is that of the files.
+    """
+    folder = pinned(path, start.folder) if path.startswith(PREFIX) else str(start.folder.resolve())
+    return {"folder": folder, "digest": start.digest(groups)}
 
 
 def unverified_start(path: str) -> Optional[Start]:
@@ -253,15 +268,14 @@ def find_base(
 
 
 def download_base(path: Path | str) -> None:
-    """Download the base of the adapters in a run folder or checkpoint if its recorded folder does not exist.
+    """Download the base of the adapters in a run folder or checkpoint if it is not on this machine.
 
-    It is downloaded from `checkpoint.start_from`; `find_base` reports errors.
+    `find_base` tries the same two places, and reports errors.
     """
     with suppress(UserError):
         for folder in candidates(path)[:1]:
-            base = read_manifest(folder).base
-            if base is not None and not Path(base["folder"]).exists():
-                local_path(read_settings(folder)[0].checkpoint.start_from or base["folder"])
+            if (base := read_manifest(folder).base) is not None and not local_path(base["folder"]).exists():
+                local_path(read_settings(folder)[0].checkpoint.start_from or "")
 
 
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:

@@ -33,6 +33,10 @@ GUIDER = "ClassifierFreeGuidance"
 """Class of the part `guider`."""
 WAN_FPS = 16
 """Frames per second of Wan's clips."""
+RESCALED = ("guidance_rescale={rescale}",)
+"""`Pipeline.arguments` of pipelines that rescale guided predictions."""
+OWN_SIZES = "takes references at their own size, unless they have more than 1,048,576 pixels"
+"""`Pipeline.references` of FLUX.2."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,14 @@ class Pipeline:
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
         shift_by_tokens: how the shift mu of the times depends on the number of tokens: `scheduler` if the call reads it
             from the scheduler; four numbers as in `FLUX2_SHIFT` if it computes mu itself; None for no such shift.
-        reads_control, reads_reference: takes a control picture, which the autoencoder encodes; takes a picture to edit.
+        reads_control: takes a control picture, which the autoencoder encodes.
+        references: how it scales pictures to edit, which `launch.sample` scales and crops as training data; None if it
+            takes none.
         reads_first_frame: `model_index.json` has the entry `expand_timesteps`, for one time per token.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
-        arguments: further arguments of the call; `{area}` is that of a picture in pixels.
+        arguments: further arguments of the call; `{area}` is that of a picture in pixels, `{rescale}` the setting
+            `sampling.guidance_rescale`.
         setup: lines of Python between opening the folder and the call; `{area}` as in `arguments`.
-        reference_area: pixels to which it always scales a picture to edit; None if the caller chooses them.
         note: difference to our sampler, printed if an encoder of the run changes no prompts (`prompt=plain`), which a
             pipeline with its own prompts accepts only with a note.
         index: further entries of `model_index.json`.
@@ -83,12 +89,11 @@ class Pipeline:
     shift_by_tokens: Optional[Literal["scheduler"] | tuple[float, float, float, float]] = None
     draws_clips: bool = False
     reads_control: bool = False
-    reads_reference: bool = False
+    references: Optional[str] = None
     reads_first_frame: bool = False
     reads_adapters: bool = True
     arguments: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
-    reference_area: Optional[int] = None
     note: Optional[str] = None
     index: Mapping[str, Any] = field(default_factory=dict)
 
@@ -116,6 +121,7 @@ PIPELINES = {
         "StableDiffusionPipeline",
         ("clip",),
         flow=False,
+        arguments=RESCALED,
         index={"requires_safety_checker": False},
     ),
     "FluxTransformer2DModel": Pipeline(
@@ -137,7 +143,7 @@ PIPELINES = {
         records_distilled=True,
         vae="AutoencoderKLFlux2",
         shift_by_tokens=FLUX2_SHIFT,
-        reads_reference=True,
+        references=OWN_SIZES,
     ),
     "QwenImageTransformer2DModel": Pipeline(
         "QwenImagePipeline",
@@ -222,6 +228,7 @@ VARIANTS = {
             ("clip", "clip_projected"),
             flow=False,
             zeros="force_zeros_for_empty_prompt",
+            arguments=RESCALED,
             index={"add_watermarker": False},
         ),
     ),
@@ -233,7 +240,7 @@ VARIANTS = {
             guided_by_texts=False,
             vae="AutoencoderKLFlux2",
             shift_by_tokens=FLUX2_SHIFT,
-            reads_reference=True,
+            references=OWN_SIZES,
         ),
     ),
 }
@@ -251,16 +258,15 @@ TOKEN_TYPES = (
 QWEN_IMAGE_EDIT = replace(
     PIPELINES["QwenImageTransformer2DModel"],
     class_name="QwenImageEditPipeline",
-    reads_reference=True,
+    references="scales references to 1,048,576 pixels, without a crop",
     setup=TOKEN_TYPES,
-    reference_area=1024 * 1024,
 )
 EDITS = {
     "FluxPipeline": (
         replace(
             PIPELINES["FluxTransformer2DModel"],
             class_name="FluxKontextPipeline",
-            reads_reference=True,
+            references="takes references at their own size",
             arguments=("max_area={area}", "_auto_resize=False"),
         ),
     ),
@@ -273,7 +279,7 @@ EDITS = {
                 "pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {area}  # pixels to which it scales references",
                 *TOKEN_TYPES,
             ),
-            reference_area=None,
+            references="scales references to this area, in multiples of 32 pixels without a crop",
         ),
         QWEN_IMAGE_EDIT,
     ),
@@ -351,7 +357,7 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
         *["data.references=True"] * ("reference" in trained.clean_parts),
         *["model.clean_reference_time=True"] * getattr(model, "clean_reference_time", False),
     ]
-    if edits and not pipeline.reads_reference:
+    if edits and pipeline.references is None:
         faults.append(f"takes no picture to edit, which this model takes ({' and '.join(edits)})")
     text = next((condition for condition in model.conditions() if condition.name == "context"), None)
     nulls = ("empty text",) if pipeline.zeros is None else ("empty text", 0.0)
@@ -414,10 +420,11 @@ def loading_lines(
     call += [f"sigmas=[1 - i / {steps} for i in range({steps})]"] * (pipeline.times == "argument")
     pictures = ['control_image=load_image("control.png")'] * pipeline.reads_control
     pictures += ['image=load_image("reference.png")'] * ("reference" in trained.clean_parts)
+    of_run = {"area": height * width, "rescale": sampling.get("guidance_rescale", 0.0)}
     if pipeline.texts:
         prompt = repr((sampling.get("prompts") or ["a red circle"])[0])
         call = [f"prompt={prompt}", *call, f"height={height}", f"width={width}"]
-        call += [argument.format(area=height * width) for argument in pipeline.arguments]
+        call += [argument.format(**of_run) for argument in pipeline.arguments]
         call += [f"num_frames={frames}"] if pipeline.draws_clips else []
         call += pictures
         call += [f"max_sequence_length={n}" for folder, n in most_tokens.items() if not pipeline.cuts(folder)]
@@ -437,7 +444,7 @@ def loading_lines(
             *imports,
             "",
             'pipeline = DiffusionPipeline.from_pretrained("THIS_FOLDER")',
-            *(line.format(area=height * width) for line in pipeline.setup),
+            *(line.format(**of_run) for line in pipeline.setup),
             *drawn,
         ]
     )

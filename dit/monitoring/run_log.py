@@ -14,6 +14,7 @@ from dit.backends.device import describe
 from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.run_identity import RUN_FILE
 from dit.checkpoint.train_state import TrainState
+from dit.condition_table import CONTROL, FIRST_FRAMES
 from dit.config_record import trust_prefix
 from dit.durable_files import write_record
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
@@ -108,8 +109,10 @@ class RunLog:
             self.message(f"export it: {trust}{shlex.join(['python', '-m', *export])}")
             return
         pictures = [] if config.data.references_setting() is None else ["--reference"]
-        pictures += ["--control"] if config.model.condition("control") is not None else []
-        command = drawing_command(run_dir, frames, text_encoder, config.sampling.prompts, pictures)
+        for option, condition in (("--control", CONTROL), ("--first-frame", FIRST_FRAMES)):
+            pictures += [option] if config.model.condition(condition.name) is not None else []
+        times, prompts = config.objective.trained_times, config.sampling.prompts
+        command = drawing_command(run_dir, frames, text_encoder, prompts, pictures, times)
         self.message(f"draw from it: {trust}{command}")
 
     def close(self) -> None:
@@ -218,15 +221,23 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float, stop_a
 
 
 def drawing_command(
-    run_dir: str, frames: int, text_encoder: Optional[str], prompts: Optional[list[str]], pictures: Sequence[str] = ()
+    run_dir: str,
+    frames: int,
+    text_encoder: Optional[str],
+    prompts: Optional[list[str]],
+    pictures: Sequence[str] = (),
+    times: tuple[float, float] = (0.0, 1.0),
 ) -> str:
     """Return the shell command that samples from a run.
 
     Args:
         prompts: in the settings of the run; the command uses them by default.
         pictures: options that name a picture which the model reads.
+        times: lowest and highest time of training; a model that lacks some times is one of a pair.
     """
-    words = ["python", "-m", "launch.sample", "--checkpoint", run_dir]
+    words = ["python", "-m", "launch.sample", "--checkpoint", run_dir if times[1] == 1 else "HIGH"]
+    if times != (0, 1):
+        words += ["--low-noise", "LOW" if times[1] == 1 else run_dir]
     for option in pictures:
         words += [option, "picture.png"]
     if text_encoder is not None and not prompts:

@@ -2,7 +2,7 @@
 
 import json
 
-from dit.checkpoint.base_model import unverified_start
+from dit.checkpoint.base_model import download_base, unverified_start
 from dit.checkpoint.diffusers_folder import local_path
 from dit.checkpoint.reading import candidates
 from dit.encoders.comparison import compare_encoders
@@ -20,7 +20,7 @@ def download_start(config: RunConfig) -> None:
     """
     path = config.checkpoint.start_from if config.model.adapters is not None else _path(config)
     if path is not None:
-        local_path(path)
+        download_base(local_path(path))
 
 
 def start_remarks(config: RunConfig) -> list[str]:

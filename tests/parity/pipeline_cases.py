@@ -96,6 +96,7 @@ class Case:
 
     Attributes:
         guidance_norm: rescale guided tokens to the norm without guidance.
+        rescale: `sampling.guidance_rescale`.
         shift: `shift_factor` of the autoencoder.
         quant: the autoencoder has convolutions before and after the latents.
         blocks: number of blocks of the autoencoder, which halves the sides between blocks.
@@ -110,6 +111,7 @@ class Case:
     encoders: str | None = None
     guidance: float = 2.5
     guidance_norm: bool = False
+    rescale: float = 0.0
     shift: float | None = None
     quant: bool = True
     blocks: int = 3
@@ -146,7 +148,12 @@ CASES = {
         "StableDiffusionXLPipeline", LDMUNetConfig(**UNET_XL), STEPS_1000, JOINED, shift=0.3, size=(8, 12)
     ),
     "stable diffusion xl, empty text": Case(
-        "StableDiffusionXLPipeline", LDMUNetConfig(**{**UNET_XL, "null_text": "empty"}), V, JOINED, quant=False
+        "StableDiffusionXLPipeline",
+        LDMUNetConfig(**{**UNET_XL, "null_text": "empty"}),
+        replace(V, zero_terminal_snr=True),
+        JOINED,
+        rescale=0.7,
+        quant=False,
     ),
     "dit": Case(
         "DiTPipeline",
@@ -303,6 +310,7 @@ def a_run(folder: Path, case: Case) -> Path:
         clean_parts=list(case.clean_parts),
     )
     own = {"guidance_scale": case.guidance, "guidance_norm": case.guidance_norm, "seed": SEED, "vae": str(vae)}
+    own["guidance_rescale"] = case.rescale
     sampling = build(SamplingConfig, {**trained.sampling, **own}, "sampling")
     write_imported(folder / "run", random_weights(parameter_shapes(case.model)), trained, sampling, "a test")
     return folder / "run"

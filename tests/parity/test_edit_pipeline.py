@@ -114,8 +114,9 @@ def test_edits_equal_those_of_the_exported_pipeline(
     words = ["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out"]
     assert export([*words, str(tmp_path / "first")]) == 0
     assert export([*words, str(folder), "--text-encoder", str(tmp_path / "first")]) == 0
-    note = f"{name} scales the picture to edit to 1,048,576 pixels, and samples of this run have 4,096"
-    assert (note in capsys.readouterr().err) == (prompt == "qwen_image_edit")
+    area = "this area, in multiples of 32 pixels" if name.endswith("PlusPipeline") else "1,048,576 pixels,"
+    note = f"to about 4,096 pixels, as prepare --enlarge; {name} scales references to {area} without a crop"
+    assert note in capsys.readouterr().err
     generator, paths = generator_of(run, build_model), pictures(tmp_path, count)
     actual, references = drawn_by_us(generator, tmp_path / "vae", paths)
     pixels = torch.stack([VAE(str(tmp_path / "vae")).decode(x[None])[0] for x in references])

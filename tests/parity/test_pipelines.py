@@ -75,8 +75,11 @@ def draw_samples(generator: Generator, case: Case, **sampling: Any) -> tuple[Ten
 
 
 def given_pictures(case: Case) -> Tensor:
-    """Return a control picture or a picture to edit for each prompt, `[2, 3, H, W]` in [-1, 1], with 8-bit values."""
-    height, width = (2 ** (case.blocks - 1) * side for side in case.size)
+    """Return a control picture or a picture to edit for each prompt, `[2, 3, H, W]` in [-1, 1], with 8-bit values.
+
+    A picture to edit has another aspect ratio than the sample.
+    """
+    height, width = (2 ** (case.blocks - 1) * side for side in case.size[:: -1 if case.clean_parts else 1])
     return pixel_values(torch.randint(256, (2, 3, height, width), generator=torch.Generator().manual_seed(6)))
 
 
@@ -100,12 +103,20 @@ FURTHER = ("pixart bert", "flux2 klein distilled")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in FURTHER else n for n in CASES])
 def test_the_pipeline_draws_the_samples_of_the_sampler(
-    build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    build_model: BuildModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ) -> None:
     """Run the code of the README in the folder, with the same noise, texts and guidance."""
     case, folder = CASES[name], tmp_path / "pipeline"
     run = a_run(tmp_path, case)
+    capsys.readouterr()
     assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
+    output = capsys.readouterr().err
+    assert (f"{case.pipeline} takes references at their own size" in output) == ("reference" in case.clean_parts)
+    assert "is called without" not in output
     generator = generator_of(run, build_model)
     noise, expected = draw_samples(generator, case)
     if case.guidance != 1:

@@ -8,8 +8,10 @@ from typing import Any, ClassVar, Optional
 import pytest
 import torch
 
+from benchmarks.step import build_parser, config_of
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.manifest import HeldOut
+from dit.checkpoint.manifest import HeldOut, read_manifest
+from dit.checkpoint.reading import find_checkpoint
 from dit.checkpoint.state_files import SlotWeights, read_full
 from dit.checkpoint.train_state import TrainState, build_state
 from dit.data_api import DataConfig
@@ -21,6 +23,7 @@ from dit.training.start_weights import download_start, start_remarks
 from energon_data.indexed import Sample, Samples
 from energon_data.mock import MockData
 from launch.average import main as average
+from tests.support.published import save_network
 from tests.support.tiny_runs import ONE_STREAM, finish, tiny_config, tiny_run
 
 
@@ -152,34 +155,60 @@ def test_an_average_of_adapters_has_their_base(tmp_path: Path, one_rank_world: P
     assert not torch.equal(load_generator(out, groups=one_rank_world).generate([0, 1]), base)
 
 
-def test_a_missing_base_is_downloaded_before_ranks_that_draw_samples_connect(
+def test_adapters_name_the_address_of_their_base_on_the_hub(
     tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, moved, events = tmp_path / "base", tmp_path / "moved", list[str]()
+    """So do adapters that continue with them, and their average. Former runs name the folder in the local cache.
 
-    def download(path: str) -> Path:
-        if path != "hf://a/b":
-            return Path(path)
-        events.append("download")
-        if moved.exists():
-            moved.rename(base)
-        return base
+    If the cache is deleted, the base is downloaded before ranks that draw samples connect.
+    """
+    revision, moved, cache = "0" * 40, tmp_path / "moved", tmp_path / "models--owner--name"
+    folder = cache / "snapshots" / revision
+    save_network("dit", folder / "transformer")
+    (folder / "model_index.json").write_text('{"_class_name": "DiTPipeline"}')
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    settings = "data=mock", "data.height=8", "data.width=8", *ONE_STREAM, "training.ema_sigma_rel=[0.05]"
+
+    def train(name: str, base: Path | str) -> None:
+        words = "--factory", f"finetune_lora(base='{base}')", *settings
+        config = config_of(build_parser().parse_args(words), str(tmp_path / name))
+        finish(Run(config, *config.check_here(), one_rank_world, quiet=True))
+
+    with monkeypatch.context() as former:
+        former.setattr("dit.checkpoint.base_model.pinned", lambda address, folder: str(folder))
+        train("former", "hf://owner/name")
+    train("first", "hf://owner/name")
+    train("second", tmp_path / "first")
+    averaging = ["--checkpoint", str(tmp_path / "second"), "--sigma-rel", "0.05", "--out", str(tmp_path / "averaged")]
+    assert average(averaging) == 0
+    revisions, events = {"former": None, **dict.fromkeys(("first", "second", "averaged"), revision)}, list[str]()
+    bases = [read_manifest(find_checkpoint(tmp_path / name)[0]).base for name in revisions]
+    assert [base and base["folder"] for base in bases[1:]] == [f"hf://owner/name@{revision}"] * 3
+
+    def download(repository: str, *, revision: Optional[str], local_files_only: bool = False, **_: object) -> str:
+        if not local_files_only:
+            events.append(f"download {repository} {revision}")
+            moved.rename(cache)
+        if not cache.exists():
+            raise FileNotFoundError(folder)
+        return str(folder)
 
     def connect(parallel: ParallelConfig) -> ProcessGroups:
         events.append("connect")
         return one_rank_world
 
-    monkeypatch.setattr("dit.checkpoint.base_model.local_path", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("dit.hub.check_reachable", lambda repository: None)
     monkeypatch.setattr("dit.backends.process_groups.initialize", connect)
-    finish(tiny_run(base, one_rank_world, *ONE_STREAM))
-    words = "model.lora=lora", "checkpoint.start_from=hf://a/b"
-    finish(tiny_run(tmp_path / "run", one_rank_world, *ONE_STREAM, *words))
-    for is_missing in (True, False):
-        if is_missing:
-            base.rename(moved)
-        events.clear()
-        load_generator(tmp_path / "run")
-        assert events == ["download", "connect"][not is_missing :]
+    for name, requested in revisions.items():
+        for is_missing in (True, False):
+            if is_missing:
+                cache.rename(moved)
+            events.clear()
+            load_generator(tmp_path / name)
+            assert events == [f"download owner/name {requested}", "connect"][not is_missing :], name
 
 
 def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
@@ -208,6 +237,12 @@ def test_a_start_has_the_settings_that_no_shape_depends_on(tmp_path: Path, one_r
             start(f"refused_{len(adapters)}", *words, *adapters)
         accept = 'checkpoint.accept_changes=["model.time_scale"]'
         start(f"accepted_{len(adapters)}", *words, *adapters, accept, "model.class_dropout=0.5").close()
+    finish(start("adapters", words[0], "model.lora=lora", "model.lora.alpha=8"))
+    words = f"checkpoint.start_from={tmp_path / 'adapters'}", "model.lora=lora"
+    with pytest.raises(ConfigError, match=r'lora=.*alpha=8.0.*alpha=None.*"finetune_lora\(base=.*\["model.lora"\]'):
+        start("other_scale", *words)
+    for name, word in {"same": "model.lora.alpha=8", "accepted": 'checkpoint.accept_changes=["model.lora"]'}.items():
+        start(f"{name}_scale", *words, word).close()
 
 
 def test_a_start_has_the_encoders_of_the_data(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
@@ -254,7 +289,7 @@ def test_a_base_is_downloaded_before_ranks_connect_also_by_a_resumed_run(
 ) -> None:
     """A resumed run without adapters reads no base."""
     downloads: list[str] = []
-    monkeypatch.setattr("dit.training.start_weights.local_path", downloads.append)
+    monkeypatch.setattr("dit.training.start_weights.local_path", lambda path: downloads.append(path) or tmp_path / "x")
     finish(tiny_run(tmp_path / "resumed", one_rank_world, *ONE_STREAM))
     for name, words, downloaded in (
         ("new", [], ["hf://a/b"]),

@@ -74,3 +74,9 @@ def test_the_printed_command_is_accepted_by_a_shell_and_the_sampler(arguments, w
     words_of_command = shlex.split(command)
     assert words_of_command == ["python", "-m", "launch.sample", "--checkpoint", "runs/my run", *words]
     assert build_parser().parse_args(words_of_command[3:]).checkpoint == "runs/my run"
+
+
+def test_the_printed_command_names_both_models_of_a_pair():
+    high, low = (drawing_command("run", 1, None, None, times=times) for times in ((0.875, 1.0), (0.0, 0.875)))
+    assert high.endswith("launch.sample --checkpoint run --low-noise LOW")
+    assert low.endswith("launch.sample --checkpoint HIGH --low-noise run")
