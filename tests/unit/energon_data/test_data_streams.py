@@ -38,7 +38,10 @@ CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
 }
 
 
-@pytest.fixture(params=list(CASES))
+FURTHER = ("dense", "passes packed", "augmented packed", "mock")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in FURTHER)) for name in CASES])
 def case(request: pytest.FixtureRequest, mixed_folder: Path, picture_folder: Path) -> tuple[DataConfig, int]:
     return CASES[request.param](mixed_folder, picture_folder)
 
@@ -108,7 +111,7 @@ def test_a_run_of_an_earlier_version_continues_in_the_order_of_the_shards(
     assert {key for batch in take(smaller, 8) for key in batch.keys} == {key for batch in rest for key in batch.keys}
 
 
-@pytest.mark.parametrize("steps", [0, 8])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.long), 8])
 def test_a_resumed_stream_is_bitwise_equal(case: tuple[DataConfig, int], steps: int) -> None:
     data, mbs = case
     stream = build(data, mbs=mbs)
