@@ -235,12 +235,6 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
     assert Counter(order[: len(read) - 24]) <= Counter(read) <= Counter(order)
 
 
-def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:
-    data = EnergonData(path=str(mixed_folder), num_streams=3, shuffle_buffer=0)
-    keys = [key for batch in take(build(data, mbs=5), 15) for key in batch.keys]
-    assert len(keys) == len(set(keys)) == 75
-
-
 def test_packs_from_disk_have_the_same_properties(mixed_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = EnergonData(path=str(mixed_folder), shuffle_buffer=0, **PACKED | {"pack_multiple_of": 1})
     lengths = {(1, 2, 2): 4, (2, 2, 2): 8, (1, 3, 4): 12}
@@ -254,12 +248,6 @@ def test_packs_from_disk_have_the_same_properties(mixed_folder: Path, capfd: pyt
             assert row.unique().tolist() == [float(key[-5:])]
     assert sum(filled) / len(filled) > 0.9
     assert capfd.readouterr() == ("", ""), "no progress bars, no prints"
-
-
-def test_buckets_contain_one_shape(mixed_folder: Path) -> None:
-    data = EnergonData(path=str(mixed_folder), bucket_by_shape=True)
-    for batch in take(build(data), 10):
-        assert batch.grid(1, 2).shape[0] == 4
 
 
 def test_order_depends_on_the_seed_and_not_on_global_random_state(mixed_folder: Path) -> None:
