@@ -105,7 +105,7 @@ FURTHER = (
     "chroma",
 )
 FURTHER += ("stable diffusion", "stable diffusion xl, empty text", "wan", "hunyuan video", "lumina2", "prx")
-"""Cases whose networks `tests/laws` compare with diffusers, and whose calls differ little from those of another case."""
+"""Cases whose networks `tests/laws` compare with diffusers, and whose calls another case has."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in FURTHER else n for n in CASES])
