@@ -105,7 +105,7 @@ def bad_step(layout: str, fault: str) -> int:
 
 
 def is_quick(layout: str, fault: str, policy: str) -> bool:
-    return (layout, fault) == ("dp2", "forward")
+    return (layout, fault, policy) == ("dp2", "forward", "skip")
 
 
 @pytest.fixture(scope="module")

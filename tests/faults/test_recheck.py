@@ -39,7 +39,7 @@ CASES = [
 
 
 def is_quick(layout: str, fault: str, times: str) -> bool:
-    return (layout, fault) == ("dp2", "forward")
+    return (layout, fault) == ("dp2", "forward") and times != "second"
 
 
 def words(folder: Path, layout: str, interval: int) -> list[str]:

@@ -89,7 +89,6 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
         ),
         "latents": Job(actions.sample, {"run_dir": folder / "imported", "requests": [SMALL, LEARNED, SHORT]}),
         "mean latents": Job(actions.sample, {"run_dir": folder / "mean", "requests": [SMALL]}),
-        "again": take_in("theirs.safetensors", "imported"),
         "resume": call(actions.train, *mock(folder / "mean", **TINY, training__num_steps=1)),
         "start": call(actions.train, *started, ranks=2),
         "go on": call(actions.train, *trained_on),
@@ -215,16 +214,7 @@ def test_imported_weights_are_not_resumed(done: dict):
     assert "checkpoint.start_from" in done["resume"].err
 
 
-def test_no_file_is_overwritten(done: dict):
-    assert done["again"].code == 2
-    assert "choose another --out" in done["again"].err
-
-
 def test_a_run_without_an_average_is_reported(done: dict, folder: Path):
     assert done["no average"].code == 5
     assert "raw weights" in done["no average"].err
     assert not (folder / "none").exists()
-
-
-def test_no_temporary_file_remains(done: dict, folder: Path):
-    assert not list(folder.rglob("*.tmp*"))

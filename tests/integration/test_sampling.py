@@ -1,4 +1,4 @@
-"""One override trains the letters recipe with any objective, and every solver draws from the trained model."""
+"""One override trains the letters recipe with any objective, and samples are drawn from the trained model."""
 
 import statistics
 from pathlib import Path
@@ -13,24 +13,18 @@ from tests.integration.runs import checkpoint, letters, loss_values, mock, read_
 from tests.support.ranks import Job, call, run_jobs
 
 OBJECTIVES = ["edm", "ddpm", "flow_matching"]
-SOLVERS = ["euler", "heun", "ddim", "ancestral", "dpmpp_2m"]
 NUM_STEPS = 60
 LABELS = [3, 14, 25]
 SHORT = {"num_steps": 6, "guidance_scale": 1.5, "seed": 3}
 REQUESTS = {
-    **{solver: {"labels": LABELS, "solver": solver, **SHORT} for solver in SOLVERS},
+    **{solver: {"labels": LABELS, "solver": solver, **SHORT} for solver in ("euler", "ancestral")},
     "again": {"labels": LABELS, "solver": "ancestral", **SHORT},
     "another seed": {"labels": LABELS, "solver": "ancestral", **SHORT, "seed": 4},
     "alone": {"labels": LABELS[:1], "solver": "ancestral", **SHORT},
     "unguided": {"labels": LABELS, "solver": "euler", **SHORT, "guidance_scale": 1.0},
     "unconditional": {"labels": LABELS, "solver": "euler", **SHORT, "guidance_scale": 0.0},
     "other letters": {"labels": [0, 1, 2], "solver": "euler", **SHORT, "guidance_scale": 0.0},
-    "as the run": {"labels": LABELS},
 }
-CURVED = "ddpm"
-"""Objective whose samples do not move on straight lines, so that its solvers take different steps."""
-FINE = {name: {"labels": LABELS, **SHORT, "solver": name, "num_steps": 80} for name in SOLVERS if name != "ancestral"}
-SOLVED_ALIKE = 0.1  # relative: 80 steps of the same ordinary differential equation
 
 
 def text(seed: int, length: int) -> torch.Tensor:
@@ -60,7 +54,6 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
         settings = {"training__num_steps": NUM_STEPS, "training__validation_interval": 20, "training__ema_decay": 0.9}
         jobs[name] = call(actions.train, *letters(letters_data, folder / name, objective=name, **settings))
         jobs[f"{name} samples"] = Job(actions.sample, {"run_dir": folder / name, "requests": list(REQUESTS.values())})
-    jobs["fine samples"] = Job(actions.sample, {"run_dir": folder / CURVED, "requests": list(FINE.values())})
     raw = {"run_dir": folder / "edm", "requests": [REQUESTS["euler"]], "weights": "raw"}
     jobs["raw"] = Job(actions.sample, raw)
     learn = {"model__context_size": 8, "model__context_dropout": 0.3, "data__text_tokens": 4, "optimizer__lr": 0.01}
@@ -86,7 +79,7 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def drawn(done: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Return the samples by objective (or "text") and request."""
-    asked = {**dict.fromkeys(OBJECTIVES, REQUESTS), "fine": FINE, "text": TEXT_REQUESTS, "clips": RATE_REQUESTS}
+    asked = {**dict.fromkeys(OBJECTIVES, REQUESTS), "text": TEXT_REQUESTS, "clips": RATE_REQUESTS}
     return {name: dict(zip(requests, done[f"{name} samples"][1], strict=True)) for name, requests in asked.items()}
 
 
@@ -104,22 +97,6 @@ def test_one_override_trains_letters_by_another_objective(done: dict[str, Any], 
     assert held_out == sorted(held_out, reverse=True)
     assert len(set(held_out)) == 3
     assert f"objective   {name.replace('_', '')}(" in done[name].out.lower()
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_solver_draws_from_every_objective(drawn: dict, name: str) -> None:
-    for solver in SOLVERS:
-        x0 = drawn[name][solver]
-        assert x0.shape == (len(LABELS), 1, 1, 8, 8)
-        assert x0.dtype == torch.float32
-        assert torch.isfinite(x0).all()
-        assert x0.std() > 0.05
-
-
-def test_solvers_agree_in_small_steps(drawn: dict) -> None:
-    """tests/unit/sampling/test_solvers.py measures their order for every objective."""
-    for solver in FINE:
-        assert distance(drawn["fine"][solver], drawn["fine"]["heun"]) < SOLVED_ALIKE, solver
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

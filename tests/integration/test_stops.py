@@ -60,9 +60,6 @@ def ended(folder: Path) -> dict[str, Any]:
     stuck = partial(faults.stuck_inside, f"{store}.newest_first", 9.0)
     add("last save", fault=partial(faults.together, inside(f"{store}.publish"), stuck), **last)
     add("last save, again", at="last save", **last)
-    only = {**last, "training__validation_interval": 0}
-    add("last grid", fault=inside(f"{store}.publish"), **only)
-    add("last grid, again", at="last grid", **only)
     add("looks fail", fault=partial(faults.out_of_memory, f"{loop}.Run.validate"))
     unwritten = partial(faults.out_of_memory, "dit.inference.preview.save_png")
     add("pictures fail", fault=unwritten, training__sample_interval=3)
@@ -102,9 +99,7 @@ def test_a_resumed_run_has_its_held_out_loss_and_its_largest_sample(
         assert described(checkpoint(folder / name, saved)) == described(checkpoint(folder / "uninterrupted", saved))
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("between", 7), ("in the step", 6), ("in the save", 6), ("last save", 6), ("last grid", 6)]
-)
+@pytest.mark.parametrize(("name", "step"), [("between", 7), ("in the step", 6), ("in the save", 6), ("last save", 6)])
 def test_a_signal_is_recorded_once(ended: dict[str, Any], folder: Path, name: str, step: int) -> None:
     """Also one that arrives during a save."""
     records = [record for record in read_records(folder / name / "metrics.jsonl") if record["kind"] == "incident"]
@@ -130,14 +125,6 @@ def test_a_stop_signal_during_the_last_save_defers_validation_and_pictures(ended
     assert checkpoints(folder / "last save") == ["iter_0000006"]
     assert list(held_out(folder / "last save")) == [6]
     assert (folder / "last save" / "samples" / "step_0000006").is_dir()
-
-
-def test_a_stop_signal_during_the_last_save_defers_pictures_without_validation(
-    ended: dict[str, Any], folder: Path
-) -> None:
-    assert [ended[name].code for name in ("last grid", "last grid, again")] == [75, 0], ended["last grid"].err
-    assert ended["last grid"].out.count("step_0000006") == 0
-    assert (folder / "last grid" / "samples" / "step_0000006").is_dir()
 
 
 def test_a_hanging_start_writes_its_stacks(ended: dict[str, Any], folder: Path) -> None:

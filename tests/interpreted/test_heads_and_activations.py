@@ -7,6 +7,7 @@ from dit.kernels.fused import activations
 from dit.kernels.fused import heads as fused
 from dit.kernels.rope import HeadNorm, Heads, Rotation
 from tests.interpreted import formulas
+from tests.support.ranks import rows
 
 DTYPES = {"fp32": (torch.float32, 8.0), "bf16": (torch.bfloat16, 1.5)}
 EPS = 1e-5
@@ -38,11 +39,17 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
 
 
 BOTH, NORM, ROPE, NEITHER = (True, True), (True, False), (False, True), (False, False)
-# Each kind with two of the four combinations of norm and rotation.
-PARTS = {"qkv": (BOTH, NEITHER), "grouped": (NORM, ROPE), "queries": (NORM, ROPE), "keys_values": (BOTH, NEITHER)}
+# Each kind with two of the four combinations of norm and rotation; the second one has the mark `slow`.
+PARTS = {"qkv": (BOTH, NEITHER), "grouped": (ROPE, NORM), "queries": (NORM, ROPE), "keys_values": (BOTH, NEITHER)}
 
 
-@pytest.mark.parametrize(("kind", "norm", "rope"), [(kind, *parts) for kind, pair in PARTS.items() for parts in pair])
+@pytest.mark.parametrize(
+    ("kind", "norm", "rope"),
+    rows(
+        [(kind, *parts) for kind, pair in PARTS.items() for parts in pair],
+        lambda kind, *parts: PARTS[kind][0] == tuple(parts),
+    ),
+)
 def test_norm_and_rotation_equal_their_formulas_together_and_separately(kind, norm, rope):
     check(kind, tokens=18, groups=5, size=6, norm=norm, rope=rope)
 
@@ -56,7 +63,7 @@ def test_a_head_of_an_odd_size_is_normalised():
     check("qkv", tokens=5, groups=2, size=7, norm=True, rope=False)
 
 
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_gradient_of_the_projection_bias_is_the_sum_over_tokens(norm):
     """With more tokens than fit one block."""
     check("qkv", tokens=37, groups=5, size=8, norm=norm, rope=True, bias=True)

@@ -185,19 +185,17 @@ def on(ranks: int, models: str, *layouts: str) -> list[Row]:
 
 QUICK = [
     *on(1, "deep dit", "fsdp"),
-    *on(2, "dit", "ddp", "overlap gather", "tp2", "tp2 sp", "tp2 sp dense", "tp2 sp overlapped"),
+    *on(2, "dit", "ddp", "overlap gather", "tp2", "tp2 sp", "tp2 sp overlapped"),
     *on(2, "dit", "cp2", "cp2 all_gather balanced", "cp2 a2a balanced"),
-    *on(2, "deep dit", "pp2 ddp", "pp2 vpp2", "fsdp", "fsdp optim"),
-    *on(2, "cross", "tp2 sp", "pp2"),
-    *on(2, "rotary cross, moviegen", "tp2 sp"),
+    *on(2, "deep dit", "pp2 ddp", "pp2 vpp2", "fsdp"),
+    *on(2, "cross, moviegen", "tp2 sp"),
     *on(2, "expert choice", "tp2 ep2 sp"),
     *on(2, "top k", "cp2 ep2"),
-    *on(2, "expert choice", "ep2 overlap gather dense", "ep2 fsdp optim"),
+    *on(2, "expert choice", "ep2 overlap gather dense"),
     *on(2, "uncertainty", "tp2 sp", "pp2"),
     *on(2, "contrastive", "cp2 balanced"),
-    *on(2, "cosine", "cp2"),
     *on(2, "mean flow", "cp2"),
-    *on(2, "adapted first, adapted last", "pp2"),
+    *on(2, "adapted last", "pp2"),
     *on(2, "adapted cross", "tp2 sp"),
     *on(2, "adapted unet", "fsdp dense"),
     # Parameters have zero gradients on a rank without tokens, because overlapped reductions and FSDP wait for all.
@@ -262,6 +260,12 @@ SLOW = [
     *on(4, "stdit", "cp4 balanced", "cp4 cut two_level", "pp2 cp2", "tp2 cp2 sp cut"),
 ]
 LONG = [
+    *on(2, "dit", "tp2 sp dense"),
+    *on(2, "deep dit", "fsdp optim"),
+    *on(2, "cross, adapted first", "pp2"),
+    *on(2, "rotary cross", "tp2 sp"),
+    *on(2, "expert choice", "ep2 fsdp optim"),
+    *on(2, "cosine", "cp2"),
     *on(2, "expert choice, top k", "ep2 ddp"),
     *on(2, "plain mean flow", "ddp dense"),
     *on(2, "wan", "tp2 compiled"),

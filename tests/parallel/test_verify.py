@@ -220,6 +220,7 @@ def test_the_comparison_with_one_rank_does_not_detect_a_fault_of_every_layout(ca
     with mock.patch("launch.verify.tiny_pair", return_value=broken):
         assert main(["--factory", "tiny_dit_pack", "--world-size", "2"]) == EXIT_UNEXPECTED
     out = capsys.readouterr().out
+    assert "2 ranks against one, ParallelConfig(data_parallel='ddp')" in out
     assert "padding" in {line.split()[0] for line in out.splitlines() if " differ: " in line}
     assert "equal: 36 gradients, losses, weights and their copies" in out
 
@@ -287,6 +288,7 @@ def test_a_different_average_on_one_rank_is_detected(verdicts: dict[str, Verdict
     assert "weight average after the steps: " in verdict.text()
 
 
+@pytest.mark.long
 def test_a_different_average_is_detected_on_a_rank_that_shares_no_group_with_the_first(tmp_path: Path) -> None:
     """The last of two tensor-parallel ranks in two replicas; the values that rank 0 gathers are those of one rank."""
     pair = pair_of(RECIPE, 4, tensor_model_parallel_size=2, data_parallel="ddp")
@@ -426,15 +428,17 @@ def test_every_recipe_has_a_tiny_form_for_its_parallel_ranks(recipe):
     assert count_parameters(pair.many.model) < 1_500_000
 
 
-def test_the_command_prints_equal_or_names_the_difference(verdicts, capsys):
-    words = ["--factory", "tiny_dit_pack", "parallel.tensor_model_parallel_size=2"]
-    assert main(words) == EXIT_OK
-    out = capsys.readouterr().out
-    assert "2 ranks against one, ParallelConfig(tensor_model_parallel_size=2, data_parallel='ddp')" in out
-    assert "equal: 36 gradients, losses, weights and their copies" in out
-    with mock.patch("launch.verify.verify_tiny", return_value=Outcome({}, {"fp32": verdicts["no sum"]})):
-        assert main(words) == EXIT_UNEXPECTED
-    assert "first wrong gradient of the backward pass: head.linear.bias" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("name", "code", "line"),
+    [
+        ("adapters", EXIT_OK, "equal: 18 gradients, losses, weights and their copies"),
+        ("no sum", EXIT_UNEXPECTED, "first wrong gradient of the backward pass: head.linear.bias"),
+    ],
+)
+def test_the_command_prints_equal_or_names_the_difference(verdicts, capsys, name, code, line):
+    with mock.patch("launch.verify.verify_tiny", return_value=Outcome({}, {"fp32": verdicts[name]})):
+        assert main(["--factory", "tiny_dit_pack", "parallel.tensor_model_parallel_size=2"]) == code
+    assert line in capsys.readouterr().out
 
 
 def test_the_command_explains_the_real_model(capsys):

@@ -97,8 +97,18 @@ def page_call(code: str) -> dict[str, Any]:
     }
 
 
-FURTHER = ("pixart bert", "flux2 klein distilled")
-"""Other objectives and texts of pipelines that another case draws."""
+FURTHER = (
+    "pixart bert",
+    "flux",
+    "flux control",
+    "flux2",
+    "flux2 klein",
+    "flux2 klein distilled",
+    "qwen image",
+    "chroma",
+)
+FURTHER += ("stable diffusion", "stable diffusion xl, empty text", "wan", "hunyuan video", "lumina2", "prx")
+"""Cases whose networks `tests/laws` compare with diffusers, and whose calls another case has."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in FURTHER else n for n in CASES])

@@ -52,7 +52,7 @@ from launch.train import call_recipe
 from recipes.models import dit_dh_xl, dit_xl, lightningdit_xl, rit_xl, sdxl_unet, sr_dit_b1
 from tests.conftest import BuildModel
 from tests.parity.test_formulas import small
-from tests.support.batches import MIXED, STRETCH, Sample, draw, pack
+from tests.support.batches import MIXED, STRETCH, draw, pack
 
 SMALL: dict[str, Any] = {
     **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "num_classes": 5},
@@ -297,19 +297,17 @@ COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
     "wan_grouped": ("wan", {"num_query_groups": 2, "size_conditioning": True}),
     "sana_1.5": ("sana", {"qk_layernorm": True, "size_conditioning": True}),
 }
-PACKS = {"mixed": MIXED, "no_text": [Sample((1, 2, 2))]}
 
 
-@pytest.mark.parametrize("samples", PACKS)
 @pytest.mark.parametrize("name", COUNTED)
-def test_flops_equal_those_of_torch(build_model: BuildModel, name: str, samples: str) -> None:
+def test_flops_equal_those_of_torch(build_model: BuildModel, name: str) -> None:
     """Counts are exact; the training count excludes gradients of the inputs, which are not needed.
 
     `tests/laws` counts the forward pass of every backbone.
     """
     backbone, changes = COUNTED[name]
     config = replace(BASES[backbone], **changes)
-    model, batch = build_model(config, perturb=0.1), pack(PACKS[samples], config, multiple_of=8)
+    model, batch = build_model(config, perturb=0.1), pack(MIXED, config, multiple_of=8)
     inputs, time = draw(batch)
     # The counter sees the matrix products of the math backend, but not CPU flash attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -358,9 +356,7 @@ CROSS: list[tuple[dict[str, Any], list[str]]] = [
 FIXED_POSITIONS = {"position_embedding": "sincos_3d", "rope_factors": None}
 REFUSED: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     "dit": [
-        ({"hidden_size": 50}, ["hidden_size=50", "num_attention_heads=4"]),
         ({"hidden_size": 6, "num_attention_heads": 2}, ["hidden_size=6", "sincos_2d"]),
-        ({"moe_top_k": 1, "moe_router": "top_k"}, ["moe_top_k=1", "moe_router=top_k", "model.num_experts"]),
         ({"num_experts": 4, "moe_router": "sinkhorn"}, ["moe_router='sinkhorn'", "'expert_choice'", "'top_k'"]),
         ({"num_experts": 4, "moe_capacity_factor": 5.0}, ["moe_capacity_factor=5.0", "num_experts=4"]),
         ({"num_experts": 4, "moe_router": "top_k", "moe_top_k": 5}, ["moe_top_k=5", "at most 4"]),
@@ -385,9 +381,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         *(({"max_grid": grid}, ["max_grid"]) for grid in ([4, 4], [0, 4, 4])),
     ],
     "flux": [
-        ({"hidden_size": 50}, ["hidden_size=50", "num_attention_heads=4"]),
         ({"ffn_hidden_size": 41}, ["ffn_hidden_size=41", "num_attention_heads=4", "use 40"]),
-        ({"context_size": None}, ["context_size=None"]),
         ({"rope_axes": [2, 4, 4]}, ["add up to 10", "12"]),
         ({"rope_axes": [3, 4, 5]}, ["[3, 4, 5]", "even"]),
         ({"rope_axes": [6, 6]}, ["[6, 6]", "3 even", "t, h, w"]),
@@ -398,7 +392,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"position_embedding": "learned_3d"}, ["position_embedding='learned_3d'", "'rope_3d'", "'sincos_3d'"]),
     ],
     "wan": [
-        ({"hidden_size": 50}, ["hidden_size=50", "num_attention_heads=4"]),
         ({"rope_theta": 50.0, "position_embedding": "sincos_3d"}, ["rope_theta=50.0 has no effect", "use 'rope_3d'"]),
         ({"position_embedding": "sincos_2d"}, ["position_embedding='sincos_2d'", "'rope_3d', 'sincos_3d'"]),
         ({"hidden_size": 42, "num_attention_heads": 6, "position_embedding": "sincos_3d"}, ["hidden_size=42"]),
@@ -410,8 +403,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     ],
     "prx": [
         ({"context_size": None}, ["PRXConfig attends to text"]),
-        ({"rope_axes": [0, 32, 30]}, ["add up to 62"]),
-        ({"rope_axes": [0]}, ["3 even"]),
     ],
     "stdit": [
         ({"layer_pattern": []}, ["layer_pattern=[]"]),

@@ -15,12 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.waits import NO_CAUSE, WaitCounter, meta_device
-from dit.backends import process_groups
-from dit.planner.job import Job
-from dit.planner.program import Program
-from dit.tracing.routing import experts_evenly_full
-from dit.tracing.world import fake_world
+from benchmarks.waits import NO_CAUSE, WaitCounter
 
 NO_CAUSE.add(Path(__file__))
 
@@ -82,20 +77,3 @@ def differences(one: Sequence[Operation], other: Sequence[Operation]) -> Counter
         elif x.live != y.live:
             differing[f"memory {x.name}, {x.line}"] += 1
     return differing
-
-
-def record_steps_here(job: Job, steps: int) -> list[list[Operation]]:
-    """Record the operations of consecutive steps of a job in this process; see `dit.planner.trace.trace_here`."""
-    recorded = []
-    with fake_world(job.rank, job.world_size), experts_evenly_full():
-        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
-        try:
-            with meta_device(recorder):
-                program = Program(job, groups, recorder, late=True)
-                program.run()
-                for _ in range(steps):
-                    program.run_again()
-                    recorded.append(recorder.operations)
-        finally:
-            process_groups.release()
-    return recorded

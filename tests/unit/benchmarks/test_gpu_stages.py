@@ -116,8 +116,3 @@ def test_rows_of_a_stage_survive_a_failed_command(tmp_path: Path, monkeypatch: p
     assert "| hangs | - | >= 2 |  | not measured |" in out
     assert "| works | 3 | >= 2 |  | pass |" in out
     assert json.loads((tmp_path / "values" / "fails.jsonl").read_text()) == {"value": 1}
-
-
-def test_every_stage_has_a_limit_below_eight_minutes():
-    assert gpu_stages.STAGE_S < 480
-    assert list(STAGES) == ["values", "layers", "kernels", "models", "packs"]

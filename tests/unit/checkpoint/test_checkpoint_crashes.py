@@ -86,12 +86,11 @@ def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_valid(two_checkpoi
     assert changed > 0
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_failed_attachment_of_a_loss_damages_no_checkpoint(two_checkpoints, tmp_path, monkeypatch, code):
+def test_failed_attachment_of_a_loss_damages_no_checkpoint(two_checkpoints, tmp_path, monkeypatch):
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "copy"), keep_last=2)
 
     def fail():
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     former = verify_folder(store.path(20))
     with monkeypatch.context() as patched:

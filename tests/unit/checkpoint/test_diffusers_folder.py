@@ -59,7 +59,11 @@ def assert_reads(weights: Any, key: str, box: Box, expected: torch.Tensor) -> No
     assert memory[0] == memory[-1] == 7
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+FURTHER = ("chroma", "flux2", "qwen_image", "lumina2", "z_image", "sd3", "hunyuan_video")
+"""Networks whose rules have the forms of FLUX's rules."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in FURTHER)) for n in NETWORKS])
 def test_every_box_equals_that_of_the_full_conversion(
     folders: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

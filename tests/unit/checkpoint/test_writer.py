@@ -242,10 +242,10 @@ def test_a_part_of_another_save_is_ignored(world):
     assert_saved(saving.store, 4, ranks=2)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signals_to_the_run_do_not_stop_a_save(world, signal_number):
+def test_signals_to_the_run_do_not_stop_a_save(world):
     saving = world(ranks=1)
-    saving.writers[0].process.send_signal(signal_number)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        saving.writers[0].process.send_signal(signal_number)
     assert saving.save(1) == [None]
 
 
@@ -378,12 +378,11 @@ def test_crash_of_a_machine_at_every_system_call_leaves_a_valid_checkpoint(tmp_p
     assert set(steps) == {10, 20}
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_disk_error_at_every_system_call_is_reported_and_damages_no_checkpoint(tmp_path, monkeypatch, code):
+def test_a_disk_error_at_every_system_call_is_reported_and_damages_no_checkpoint(tmp_path, monkeypatch):
     """Fail each write, flush, rename and mkdir of either rank in turn: rank 0 reports it, or the save succeeds."""
 
     def fail():
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(writer_module, "POLL_S", 0.001)
     assert both_ranks(tmp_path / "former", 10) == [None, None]

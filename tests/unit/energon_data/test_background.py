@@ -241,7 +241,7 @@ def test_a_killed_worker_is_named(opened: Open) -> None:
         take(iter(stream.next, None), 100)  # some were sent before
 
 
-@pytest.mark.parametrize(("how", "longer"), [("exit", 0), ("kill", 1)])
+@pytest.mark.parametrize(("how", "longer"), [pytest.param("exit", 0, marks=pytest.mark.long), ("kill", 1)])
 def test_workers_end_with_the_training_process(how: str, longer: int) -> None:
     """They also end if the process is killed while they work on an item; a run that ends prints nothing about them.
 

@@ -245,9 +245,7 @@ def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, An
         ({"parts": {"latent.npy": None}}, "no latent"),
         ({"parts": {"text.npy": None}}, "no text.npy"),
         ({"parts": {"text.npy": npy(np.zeros((3, 4), np.float32))}}, "width 4, the model takes width 3"),
-        ({"meta": {"label": 10}}, r"label is 10; the model has the classes 0 to 9"),
         ({"meta": {"label": None}}, "stores no label"),
-        ({"meta": {"fps": "fast"}}, "fps is 'fast', not a finite number"),
         ({"meta": {"fps": 0}}, "fps is 0, must be 0.001 to"),
     ],
 )
@@ -342,16 +340,6 @@ def test_damage_of_a_condition_counts_only_for_models_with_the_condition(
     with pytest.raises(DataError, match=words):
         first_batch(data, spec(pooled_size=3))
     assert set(first_batch(data, spec()).conditions) == {"label", "context", "fps"}
-
-
-def test_a_damaged_sample_counts_at_every_read(mixed_folder: Path, copy_of: Copy) -> None:
-    folder = copy_of(mixed_folder)
-    damage(folder, KEY)
-    for passes in (1, 2, 3):
-        _, skipped = run(folder, 18 * passes, max_lost_samples=passes)
-        assert skipped == {"checksum": passes}
-    with pytest.raises(DataError, match="Damaged samples: 3, allowed: 2"):
-        run(folder, 18 * 3, max_lost_samples=2)
 
 
 def test_fewer_samples_than_streams_are_refused(mixed_folder: Path) -> None:

@@ -38,7 +38,10 @@ CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
 }
 
 
-@pytest.fixture(params=list(CASES))
+FURTHER = ("dense", "passes packed", "augmented packed", "mock")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in FURTHER)) for name in CASES])
 def case(request: pytest.FixtureRequest, mixed_folder: Path, picture_folder: Path) -> tuple[DataConfig, int]:
     return CASES[request.param](mixed_folder, picture_folder)
 
@@ -108,7 +111,7 @@ def test_a_run_of_an_earlier_version_continues_in_the_order_of_the_shards(
     assert {key for batch in take(smaller, 8) for key in batch.keys} == {key for batch in rest for key in batch.keys}
 
 
-@pytest.mark.parametrize("steps", [0, 8])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.long), 8])
 def test_a_resumed_stream_is_bitwise_equal(case: tuple[DataConfig, int], steps: int) -> None:
     data, mbs = case
     stream = build(data, mbs=mbs)
@@ -232,12 +235,6 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
     assert Counter(order[: len(read) - 24]) <= Counter(read) <= Counter(order)
 
 
-def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:
-    data = EnergonData(path=str(mixed_folder), num_streams=3, shuffle_buffer=0)
-    keys = [key for batch in take(build(data, mbs=5), 15) for key in batch.keys]
-    assert len(keys) == len(set(keys)) == 75
-
-
 def test_packs_from_disk_have_the_same_properties(mixed_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = EnergonData(path=str(mixed_folder), shuffle_buffer=0, **PACKED | {"pack_multiple_of": 1})
     lengths = {(1, 2, 2): 4, (2, 2, 2): 8, (1, 3, 4): 12}
@@ -251,12 +248,6 @@ def test_packs_from_disk_have_the_same_properties(mixed_folder: Path, capfd: pyt
             assert row.unique().tolist() == [float(key[-5:])]
     assert sum(filled) / len(filled) > 0.9
     assert capfd.readouterr() == ("", ""), "no progress bars, no prints"
-
-
-def test_buckets_contain_one_shape(mixed_folder: Path) -> None:
-    data = EnergonData(path=str(mixed_folder), bucket_by_shape=True)
-    for batch in take(build(data), 10):
-        assert batch.grid(1, 2).shape[0] == 4
 
 
 def test_order_depends_on_the_seed_and_not_on_global_random_state(mixed_folder: Path) -> None:

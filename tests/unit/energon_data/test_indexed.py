@@ -181,16 +181,6 @@ def labels(batch: PackedBatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("settings", "spec"), [({}, SPEC), (PACKS, PACK_SPEC)], ids=["dense", "packs"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_share_the_micro_batches_of_one(settings: dict, spec: BatchSpec, ranks: int) -> None:
-    data = Numbers(**settings)
-    one = [labels(batch) for batch in islice(stream(data, spec), 32)]
-    for rank in range(ranks):
-        shared = stream(data, spec, rank=rank, ranks=ranks)
-        assert [labels(batch) for batch in islice(shared, 32 // ranks)] == one[rank::ranks]
-
-
 def test_a_run_that_validates_needs_held_out_samples() -> None:
     Numbers(validation_samples=1).validate_held_out()
     with pytest.raises(ConfigError, match=r"set data.validation_samples, or train with training.validation_interval=0"):
@@ -319,14 +309,6 @@ def test_a_held_out_pass_drops_damaged_samples_within_the_budget(budget: int) ->
     else:
         with pytest.raises(DataError, match=r"dropped damaged sample .* is broken"):
             list(damaged.build_validation(SPEC, dp_rank=0, dp_size=1))
-
-
-def test_workers_read_the_samples_of_the_main_process() -> None:
-    data = Numbers(**PACKS)
-    expected = [labels(batch) for batch in islice(stream(data, PACK_SPEC), 12)]
-    background = stream(replace(data, background=True), PACK_SPEC)
-    assert [labels(batch) for batch in islice(background, 12)] == expected
-    background.close()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Data sets of the library `datasets` become shards: parquet with pictures, saved folders, folders of files."""
 
-import io
 import json
 import pickle
 import urllib.error
@@ -8,17 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
 from pyarrow import parquet
 
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from energon_data.prepare.huggingface import Table, prepare_huggingface
 from energon_data.prepare.media import Options
 from tests.unit.energon_data import preparations
-from tests.unit.energon_data.preparations import folder_of, metadata_of, png, samples, shards, write_list
+from tests.unit.energon_data.preparations import folder_of, metadata_of, png, samples, write_list
 
 COUNT = 6
 prepare, described = (partial(f, command="huggingface") for f in (preparations.run, preparations.described))
@@ -206,26 +203,7 @@ def test_a_name_on_the_hub_without_a_network_is_one_line(tmp_path, capsys, monke
     assert said.count("\n") == 2  # with "preparing ..."
 
 
-def test_an_interrupted_preparation_continues_to_the_same_bytes(tmp_path):
-    source = saved_split(tmp_path)
-
-    def preparation(out: str):
-        options = {"samples_per_shard": 2, "validation": 0.3}
-        return prepare_huggingface(str(source), tmp_path / out, Options(), Table(), **options)
-
-    def stop(number, record):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        preparation("resumed").run(processes=1, force=False, on_unit=stop)
-    finished = []
-    preparation("resumed").run(processes=1, force=False, on_resume=finished.append)
-    preparation("at_once").run(processes=1, force=False)
-    assert finished == [1]
-    assert shards(tmp_path / "resumed") == shards(tmp_path / "at_once")
-
-
-@pytest.mark.parametrize("make", [parquet_folder, saved_split, saved_splits, image_folder])
+@pytest.mark.parametrize("make", [parquet_folder, saved_splits])
 def test_links_out_of_the_folder_are_read_with_follow_links_only(tmp_path, capsys, make):
     """The folder has links to files, or to folders."""
     (tmp_path / "elsewhere").mkdir()
@@ -276,12 +254,3 @@ def test_worker_processes_get_files_instead_of_rows(tmp_path, make):
     assert len(sent) < 20_000
     assert png(10, 32) not in sent
     assert pickle.loads(sent).sources.args[0].source(1).read() == rows.source(1).read() == png(10, 32)
-
-
-def test_rows_are_scaled_and_embedded_like_files(tmp_path):
-    words = ["--size", "16", "--aspect", "square", "--text-encoder", "identity"]
-    found = described(parquet_file(tmp_path), tmp_path / "out", *words)
-    assert found["shapes"] == {"3x1x16x16": COUNT}
-    pixels = [np.asarray(Image.open(io.BytesIO(data)))[0, 0, 0] for data in stored(tmp_path / "out")]
-    assert pixels == [10 * i for i in range(COUNT)]
-    assert found["context_size"] == 257

@@ -199,18 +199,6 @@ def test_text_that_is_not_unicode_skips_its_file(tmp_path, capsys):
     assert description(tmp_path / "out")["captions"] == ["smile \U0001f600"]
 
 
-def test_a_folder_of_links_is_read_with_follow_links_and_named_without(tmp_path, capsys):
-    source = folder_of(pictures(tmp_path / "in", 4), {f"{i}.txt": f"number {i}" for i in range(4)})
-    links = folder_of(tmp_path / "links", {})
-    for path in source.iterdir():
-        (links / path.name).symlink_to(path)
-    assert prepare(links, tmp_path / "out", command="images") == EXIT_DATA
-    assert "4 path_escape (0.png: 0.txt is a link to a file outside of" in (said := capsys.readouterr().err)
-    assert "--follow-links reads it" in said
-    found = described(links, tmp_path / "out", "--follow-links", command="images")
-    assert (found["samples"], sorted(found["captions"])) == ({"train": 4}, [f"number {i}" for i in range(4)])
-
-
 @pytest.mark.parametrize("command", ["images", "webdataset"])
 def test_a_folder_with_only_a_linked_folder_is_refused_by_its_name(tmp_path, capsys, command):
     (tmp_path / "in").mkdir()

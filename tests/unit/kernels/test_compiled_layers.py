@@ -83,7 +83,7 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("dit", ["dense", "padded"]),
+        ("dit", ["dense"]),
         pytest.param("dit_cross", ["padded"], marks=pytest.mark.slow),
         *(pytest.param(name, ["padded"], marks=pytest.mark.long) for name in BACKBONES if "dit" not in name),
         pytest.param("dit", PACKS, marks=pytest.mark.slow),
@@ -123,14 +123,14 @@ def test_packs_of_other_lengths_and_more_layers_need_no_further_graph(
 ) -> None:
     """After two ragged packs with different numbers of samples and tokens, sizes are dynamic."""
     counts = []
-    for layers, packs in ((1, ([0, 1, 2], [2, 0], [1, 2, 3, 4, 5], [3, 4, 0])), (2, ([0, 1, 1, 0], [1, 3]))):
+    for layers, packs in ((1, ([0, 1, 2], [2, 0], [1, 2, 3, 4, 5])), (2, ([0, 1, 1, 0],))):
         model = replace(config_of("dit"), num_layers=layers)
         network, eager = (network_of(model, one_rank_world, kernels=k) for k in ("compile", "eager"))
         for numbers in packs:
             batch = pack(model, numbers, tail=len(numbers))
             assert same(step(network, model, batch), step(eager, model, batch)), numbers
             counts.append(counter.frame_count)
-    assert counts[1:] == [counts[1]] * 5, counts
+    assert counts[1:] == [counts[1]] * 3, counts
 
 
 class Saved:

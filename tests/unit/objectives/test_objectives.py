@@ -19,11 +19,11 @@ from dit.objectives.losses import pointwise_error
 from tests.unit.objectives.packs import noise_for, pack
 
 DDPMS = [
-    DDPM(schedule=schedule, prediction=prediction, discrete_steps=steps)
-    for schedule in ("linear", "cosine", "scaled_linear")
-    for prediction in ("noise", "x0", "v")
-    for steps in (None, 1000)
+    DDPM(schedule=schedule, prediction=prediction, discrete_steps=(None, 1000)[(i + j) % 2])
+    for i, schedule in enumerate(("linear", "cosine", "scaled_linear"))
+    for j, prediction in enumerate(("noise", "x0", "v"))
 ]
+"""Every pair of a schedule, a prediction and continuous or discrete times."""
 WEIGHTED = [
     *(DDPM(prediction=prediction, min_snr_gamma=5.0) for prediction in ("noise", "x0", "v")),
     FlowMatching(min_snr_gamma=2.0),

@@ -24,6 +24,7 @@ from dit.tracing.packs import PackShape
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
+from tests.support.ranks import rows
 
 PACK = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4))
 OF_PEAK = 0.01
@@ -68,11 +69,11 @@ BACKBONES = {
 
 
 ALONE = ("one_rank", "fsdp_of_one_rank")
-FEW = ("pp2", "fsdp", "one_rank", "flux_fsdp")
+FEW = ("pp2", "fsdp", "one_rank")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", rows([(name,) for name in CASES], lambda name: name in FEW, lambda name: name == "flux_fsdp")
 )
 def test_a_plan_equals_the_trace_of_the_full_step(one_tracer, name):
     (sizes, layout, micro_batches), ranks = CASES[name], 1 if name in ALONE else 2
@@ -143,9 +144,10 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp(one_tracer):
 @pytest.mark.parametrize(
     ("name", "data_parallel"),
     [
-        *((name, "distributed_optimizer") for name in BACKBONES if name != "dit_cross"),
+        *((name, "distributed_optimizer") for name in ("dit", "unet")),
         ("dit", "fsdp"),
-        pytest.param("dit_cross", "distributed_optimizer", marks=pytest.mark.long),
+        *(pytest.param(name, "distributed_optimizer", marks=pytest.mark.long) for name in ("dit_cross", "experts")),
+        pytest.param("flux", "distributed_optimizer", marks=pytest.mark.long),
         pytest.param("flux", "fsdp", marks=pytest.mark.slow),
         pytest.param("experts", "fsdp", marks=pytest.mark.slow),
     ],

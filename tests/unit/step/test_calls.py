@@ -94,8 +94,7 @@ PACKS = {
 }
 
 
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("kind", ["dit", "dit_cross"])
+@pytest.mark.parametrize(("kind", "pack"), [("dit", "dense"), ("dit_cross", "ragged")])
 def test_a_step_does_not_wait(
     kind: str, pack: str, tmp_path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ):
@@ -103,21 +102,20 @@ def test_a_step_does_not_wait(
     monkeypatch.setattr(philox, "ten_rounds", philox._rounds)  # as on a machine with a GPU
     read = torch.Tensor.tolist  # the counting method replaces it
     monkeypatch.setattr(device, "begin_copy_to_host", lambda values: partial(read, values))  # asynchronous on a GPU
-    for layers in (2, 5):
-        data = MockData(dataset_size=16, **PACKS[pack])
-        batch = "1" if pack == "ragged" else "4"
-        words = [f"training.{name}_batch_size={batch}" for name in ("global", "micro")]
-        config = letters(tmp_path / f"{layers}", *words, data=data)
-        run, sums = warm(replace(config, model=model(kind, layers)), one_rank_world)
-        run.batches = Outside(run.batches)  # type: ignore[assignment]
-        run.batches.ready.append(next(run.batches.batches))
-        with ExitStack() as stack:
-            copies, counter = stack.enter_context(copies_to_host()), stack.enter_context(CallCounter())
-            run.step(sums, late=True)
-        run.close()
-        assert counter.waits == 0, counter.by_operation
-        assert not copies
-        assert not [name for name in counter.by_operation if name.startswith(("index_put", "_index_put", "nonzero"))]
+    data = MockData(dataset_size=16, **PACKS[pack])
+    batch = "1" if pack == "ragged" else "4"
+    words = [f"training.{name}_batch_size={batch}" for name in ("global", "micro")]
+    config = replace(letters(tmp_path, *words, data=data), model=model(kind, 2))
+    run, sums = warm(config, one_rank_world)
+    run.batches = Outside(run.batches)  # type: ignore[assignment]
+    run.batches.ready.append(next(run.batches.batches))
+    with ExitStack() as stack:
+        copies, counter = stack.enter_context(copies_to_host()), stack.enter_context(CallCounter())
+        run.step(sums, late=True)
+    run.close()
+    assert counter.waits == 0, counter.by_operation
+    assert not copies
+    assert not [name for name in counter.by_operation if name.startswith(("index_put", "_index_put", "nonzero"))]
 
 
 def test_the_loop_adds_no_wait_to_a_step(tmp_path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch):
@@ -153,18 +151,19 @@ def test_a_request_to_stop_ends_the_run_after_its_step(tmp_path, one_rank_world:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "packs", "kernels"),
+    ("recipe", "packs", "kernels", "precision"),
     [
-        ("tiny_dit", "packed", "triton"),
-        ("pretrain_7b", "packed, CP 2", "eager"),
-        ("flux_12b", "packed", "eager"),
-        ("pretrain_stdit_xl", "packed, CP 2", "eager"),
-        ("tiny_ldm_unet", "dense", "eager"),
+        ("tiny_dit", "packed", "triton", "fp16"),
+        ("pretrain_7b", "packed, CP 2", "triton", "bf16"),
+        ("flux_12b", "packed", "eager", "bf16"),
+        ("pretrain_stdit_xl", "packed, CP 2", "eager", "bf16"),
+        ("tiny_ldm_unet", "dense", "eager", "bf16"),
     ],
 )
-def test_a_step_of_a_gpu_does_not_wait(recipe: str, packs: str, kernels: Any):
-    """In bf16 with the kernels of a GPU; the numbers of a step are read once, in the next step."""
-    counted = count_waits(wait_job(recipe, packs, kernels))
+def test_a_step_of_a_gpu_does_not_wait(recipe: str, packs: str, kernels: Any, precision: Any):
+    """With the kernels of a GPU; the numbers of a step are read once, in the next step."""
+    job = wait_job(recipe, packs, kernels)
+    counted = count_waits(replace(job, training=replace(job.training, precision=precision)))
     assert not counted.waits, counted.lines
     assert counted.late_reads == 1
     assert counted.queued["load"] > 0

@@ -1,11 +1,9 @@
-"""On a GPU, steps have equal operations, except for the lines below, and captured passes and updates do not wait."""
+"""On a GPU, captured passes and updates of all steps have equal operations, and do not wait."""
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.host import wait_job
-from benchmarks.waits import META, WaitCounter, meta_device
+from benchmarks.waits import META, meta_device
 from dit.backends import process_groups
 from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost, UsedMemory
 from dit.context_parallel.shard_batch import shard
@@ -33,30 +31,15 @@ from dit.settings import OptimizerConfig
 from dit.step.cuda_graph import GraphedSchedule, passes
 from dit.step.forward_step import training_forward_step
 from dit.step.schedule import Logs
-from dit.tracing.packs import PackShape, batch_of
+from dit.tracing.packs import batch_of
 from dit.tracing.world import fake_world
-from tests.support.device_sequence import SequenceRecorder, differences, record_steps_here
+from tests.support.device_sequence import SequenceRecorder, differences
 
 STEPS = 3  # the packs of a job repeat after three
-THIRD_TO_TENTH = 8  # graphs are captured in the third step
-KEYS = ("dit/objectives/addressed_noise.py",)
-"""File that copies the number of the step from the host to the device."""
-DENSE = PackShape(((1, 16, 16),) * 4)
-PACKS = [
-    PackShape(grids, total_tokens=2048)
-    for grids in (
-        ((1, 16, 16), (1, 8, 8), (4, 8, 8), (1, 8, 16)),
-        ((1, 8, 16), (4, 8, 8), (1, 16, 16), (1, 8, 8)),
-        ((1, 16, 8), (2, 8, 8), (1, 8, 8), (4, 16, 16)),
-    )
-]
-"""All lengths are multiples of the rows of a block, so that the kernels have equal tables of blocks."""
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
 TP2_SP = replace(TP2, sequence_parallel=True)
 ULYSSES = ParallelConfig(context_parallel_size=2, context_comm="a2a")
 RING = ParallelConfig(context_parallel_size=2)
-ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._varlen_attn_backward.default"}
-"""The length of the longest sample is a number on the host."""
 
 
 @pytest.fixture(scope="module")
@@ -64,82 +47,6 @@ def tracer() -> Iterator[Tracer]:
     """Trace the jobs of all tests in one process, which keeps the results of operations."""
     with Tracer() as tracer:
         yield tracer
-
-
-def differing_operations(tracer: Tracer, packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:
-    """Return the operations that differ between steps, except those of the noise."""
-    job = wait_job(recipe, "packed", kernels)
-    if job.pack.text_lengths:
-        packs = [replace(pack, text_lengths=(5, 6, 7, 8)) for pack in packs]
-    job = replace(job, pack=packs[0], packs=tuple(packs))
-    first, *others = tracer.run(partial(record_steps_here, steps=THIRD_TO_TENTH), [job])[0]
-    assert len(first) > 500
-    assert len(others) == THIRD_TO_TENTH - 1
-    lines = sum((differences(first, other) for other in others), Counter[str]())
-    return {line.partition(", ")[0] for line in lines if not line.partition(", ")[2].startswith(KEYS)}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "kernels", "expected"),
-    [
-        ("tiny_dit", "eager", set()),
-        pytest.param("tiny_dit", "triton", set(), marks=pytest.mark.long),
-        pytest.param("tiny_ldm_unet", "eager", set(), marks=pytest.mark.slow),
-    ],
-)
-def test_steps_of_dense_batches_are_equal(tracer: Tracer, recipe: str, kernels: str, expected: set[str]) -> None:
-    assert differing_operations(tracer, [DENSE], recipe, kernels) == expected
-
-
-def test_steps_of_packs_with_equal_numbers_of_samples_and_tokens_differ_in_attention(tracer: Tracer) -> None:
-    assert differing_operations(tracer, PACKS, "tiny_dit", "triton") == ATTENTION
-
-
-class NoWaits(WaitCounter):
-    """Raises an error for waits and copies that wait, once `is_strict`."""
-
-    is_strict = False
-
-    def _wait(self, copy: int) -> None:
-        if self.is_strict:
-            raise RuntimeError(f"the host waits: {self.line()}")
-        super()._wait(copy)
-
-
-def steps_without_waits_here(job: Job) -> int:
-    """Run steps in which a wait is an error; return their number."""
-    with fake_world(job.rank, job.world_size):
-        groups, counter = process_groups.initialize(job.parallel), NoWaits()
-        try:
-            with meta_device(counter):
-                program = Program(job, groups, counter, late=True)
-                program.run()
-                counter.is_strict = True
-                for _ in range(STEPS):
-                    program.run_again()
-        finally:
-            process_groups.release()
-    return STEPS
-
-
-@pytest.mark.parametrize(
-    ("recipe", "pack", "precision"),
-    [("tiny_dit", "dense", "bf16"), ("tiny_dit_cross", "packed", "bf16"), ("tiny_dit", "packed", "fp16")],
-)
-def test_complete_steps_run_where_a_wait_is_an_error(tracer: Tracer, recipe: str, pack: Any, precision: Any) -> None:
-    job = wait_job(recipe, pack, "triton")
-    job = replace(job, training=replace(job.training, precision=precision))
-    assert tracer.run(steps_without_waits_here, [job]) == [STEPS]
-
-
-def test_each_kind_of_wait_is_an_error() -> None:
-    counter, values = NoWaits(), torch.ones(3, device=META)
-    counter.is_strict = True
-    waits = values.sum().item, values.cpu, values.nonzero, lambda: torch.ones(3).to(META), lambda: values[values > 0]
-    with meta_device(counter):
-        for wait in waits:
-            with pytest.raises((RuntimeError, NotImplementedError), match=r"the host waits|nonzero"):
-                wait()
 
 
 def test_each_difference_is_detected() -> None:

@@ -3,29 +3,15 @@
 import json
 import re
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
-from dit.data_api import BatchSpec
-from dit.encoders.text import load_text_encoders
-from dit.encoders.text_config import ENCODERS
 from dit.errors import ConfigError
-from dit.models.dit.config import DiTConfig
-from energon_data.dataset import EnergonData
 from examples.letters.captions import Style, choose_caption, wordings
 from examples.letters.fonts import find_faces
 from examples.letters.loading import load_clips
 from examples.letters.stills import LettersReport, prepare_letters
-
-ENCODER = "all-minilm-l6-v2"
-needs_encoder = pytest.mark.skipif(
-    any(find_spec(package) is None for package in ("transformers", ENCODERS[ENCODER].package)),
-    reason="needs the extra 'text'",
-)
-FP16_RTOL = 2e-3  # one unit in the last place
 
 
 @cache
@@ -86,45 +72,6 @@ def test_wordings_differ_and_the_name_of_a_sample_addresses_one() -> None:
     counts = [drawn.count(choice) for choice in choices]
     assert min(counts) > 60
     assert sum(counts) == 600
-
-
-@pytest.fixture(scope="module")
-def described(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> Path:
-    """Letters of two fonts, with embeddings of their captions."""
-    folder = tmp_path_factory.mktemp("described")
-    (folder / "fonts").mkdir()
-    for name in ("DejaVuSans.ttf", "DejaVuSerif-Bold.ttf"):
-        (folder / "fonts" / name).write_bytes((bundled_fonts / name).read_bytes())
-    prepare_letters(folder / "data", fonts=[folder / "fonts"], variations=1, text_encoder=ENCODER)
-    return folder / "data"
-
-
-def spec(context_size: int) -> BatchSpec:
-    return DiTConfig(in_channels=1, patch_spatial=4, context_size=context_size).batch_spec(micro_batch_size=13)
-
-
-@needs_encoder
-def test_texts_are_read_as_encoded(described: Path) -> None:
-    """After shards, Energon and packing, each text has its length and belongs to its picture."""
-    captions = {meta["key"]: meta["caption"] for _, meta in load_clips(described, "train")}
-    pictures = {meta["key"]: latent for latent, meta in load_clips(described, "train")}
-    data = EnergonData(path=str(described), shuffle_buffer=0)
-    data.validate(spec(384), 1, 1)
-    assert data.text_encoder() == ENCODER
-    stream = data.build_train(spec(384), dp_rank=0, dp_size=1, seed=3, log_dir=None)
-    seen = set()
-    for _ in range(2):
-        batch = next(stream)
-        layout = batch.conditions["context"].layout
-        wanted = load_text_encoders(ENCODER).encode([captions[key] for key in batch.keys])["text"]
-        assert layout.lengths == tuple(len(rows) for rows in wanted)
-        for start, rows in zip(layout.starts, wanted, strict=True):
-            found = batch.conditions["context"].values[start : start + len(rows)].float()
-            torch.testing.assert_close(found, rows, rtol=FP16_RTOL, atol=FP16_RTOL)
-        for dense, key in zip(batch.grid(1, 4), batch.keys, strict=True):
-            torch.testing.assert_close(dense, pictures[key], atol=0, rtol=0)
-        seen |= set(batch.keys)
-    assert seen == set(captions)
 
 
 def test_a_missing_encoder_leaves_no_file(bundled_fonts: Path, tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import torch
 from PIL import Image
 
 from dit.errors import ConfigError, DataError
-from dit.models.dit.config import DiTConfig
-from energon_data.dataset import EnergonData
 from energon_data.prepare.__main__ import main
 from examples.letters.checks import centres_of_ink
 from examples.letters.fonts import CANVAS
@@ -102,49 +100,12 @@ def test_glyphs_are_rendered_on_their_path() -> None:
     torch.testing.assert_close(ink, ink[:1].expand_as(ink), rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("patch_temporal", [1, 2])
-def test_clips_and_stills_share_packs(moving: Path, patch_temporal: int) -> None:
-    """Every sample is read once, complete, as tokens at (t, h, w); a still is repeated to fill a temporal patch."""
-    model = DiTConfig(in_channels=1, patch_temporal=patch_temporal, patch_spatial=4, num_classes=len(CLASS_NAMES))
-    spec = model.batch_spec()
-    data = EnergonData(path=str(moving), max_tokens_per_pack=1088, packing_buffer_size=64, validation_samples=None)
-    data.validate(spec, 1, 1)
-    assert data.class_names() == CLASS_NAMES
-    pixels = {meta["key"]: (latent, meta["label"]) for latent, meta in load_clips(moving, "val")}
-    seen: list[str] = []
-    mixed = False
-    for batch in data.build_validation(spec, dp_rank=0, dp_size=1):
-        assert batch.layout.total_tokens <= 1088
-        mixed |= len({t for t, _, _ in batch.grids}) == 2
-        for i, (key, start, (t, h, w)) in enumerate(zip(batch.keys, batch.layout.starts, batch.grids, strict=True)):
-            latent, label = pixels[key]
-            assert batch.conditions["label"].values[i] == label
-            assert batch.conditions["fps"].values[i] == FPS
-            tokens = batch.latents_TC[start : start + t * h * w].view(t, h, w, 4, 4, patch_temporal)
-            frames = tokens.permute(0, 5, 1, 3, 2, 4).reshape(t * patch_temporal, SIZE, SIZE)
-            assert torch.equal(frames, latent[0] if latent.shape[1] > 1 else latent[0].repeat(patch_temporal, 1, 1))
-            assert batch.positions_T3[start : start + t * h * w, 0].unique().tolist() == list(range(t))
-        seen += batch.keys
-    assert mixed
-    assert sorted(seen) == sorted(pixels)
-
-
 def test_frames_are_pictures_for_the_reader(moving: Path) -> None:
     images, labels, metadata = load_letters(moving, "train")
     assert len(images) == len(labels) == len(metadata) == len(CLASS_NAMES) * 2 * (FRAMES + STILLS)
     clip, meta = load_clips(moving, "train")[0]
     assert torch.equal(images[: clip.shape[1]], clip.transpose(0, 1))
     assert set(labels[: clip.shape[1]].tolist()) == {meta["label"]}
-
-
-def test_a_flipped_bit_in_a_clip_is_refused(moving: Path, copy_of) -> None:
-    folder = copy_of(moving)
-    shard = next(folder.glob("train-*.tar"))
-    data = bytearray(shard.read_bytes())
-    data[data.index(b".latent.npy") + 512 + 700] ^= 16
-    shard.write_bytes(data)
-    with pytest.raises(DataError, match=r"latent.npy.*CRC32"):
-        load_clips(folder, "train")
 
 
 def test_paths_outside_the_picture_are_refused(tmp_path: Path, bundled_fonts: Path) -> None:

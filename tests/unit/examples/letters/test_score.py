@@ -210,22 +210,10 @@ def test_a_score_below_the_minimum_is_a_failure(generator, capsys):
     assert "0.9" in capsys.readouterr().err
 
 
-def test_the_result_is_written_as_json(generator, capsys):
-    assert judge_classes("--json") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["correct"], result["total"], result["accuracy"]) == (208, 208, 1.0)
-    assert result["reader_accuracy"] == 0.97
-
-
 def test_another_number_of_classes_than_letters_is_refused(generator, capsys):
     generator.class_names = list(LETTERS[:10])
     assert judge_classes() == 2
     assert "10 classes" in capsys.readouterr().err
-
-
-def test_the_judged_samples_are_saved_as_pictures(generator, tmp_path):
-    assert judge_classes("--out", str(tmp_path / "judged.png")) == 0
-    assert (tmp_path / "judged.png").is_file()
 
 
 def test_features_are_those_before_the_last_layer(monkeypatch):

@@ -14,7 +14,6 @@ import torch
 from dit.encoders.teacher import Teacher
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
-from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
 from energon_data.prepare.__main__ import main
 from examples.letters.fonts import LETTERS, Face, find_faces, held_out_families
@@ -114,28 +113,6 @@ def test_letters_have_the_tokens_of_a_teacher() -> None:
         np.testing.assert_allclose(stored["teacher.npy"], exact[:, :, 1:].reshape(1280, 1, 2, 3), **HALF)
         np.testing.assert_allclose(stored["teacher_token.npy"], exact[:, 0, 0], **HALF)
     assert features_of(latents, None, 4) == [{}, {}]
-
-
-def test_samples_survive_a_round_trip_through_energon(letters: LettersReport) -> None:
-    """One epoch of Energon returns exactly the pictures of the folder, each once, as tokens."""
-    images, labels, metadata = load_letters(letters.folder, "train")
-    expected = {m["key"]: (image, label) for m, image, label in zip(metadata, images, labels.tolist())}
-    data = EnergonData(path=str(letters.folder), shuffle_buffer=0)
-    data.validate(SPEC, 1, 1)
-    assert data.class_names() == list(LETTERS)
-    stream = data.build_train(SPEC, dp_rank=0, dp_size=1, seed=3, log_dir=None)
-    seen = set()
-    for _ in range(len(expected) // 26):
-        batch = next(stream).validate(SPEC.conditions)
-        dense = batch.grid(1, 4)
-        for i, key in enumerate(batch.keys):
-            image, label = expected[key]
-            torch.testing.assert_close(dense[i, :, 0], image, atol=0, rtol=0)
-            assert int(batch.conditions["label"].values[i]) == label
-            tokens = batch.latents_TC.view(26, 16, 16)[i]
-            torch.testing.assert_close(unpatchify(tokens, (1, 4, 4), 1, 4)[:, 0], image, atol=0, rtol=0)
-        seen |= set(batch.keys)
-    assert seen == set(expected)
 
 
 def test_the_command_has_its_exit_codes(
