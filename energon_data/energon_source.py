@@ -88,6 +88,8 @@ def _with_unselected(state: Any) -> Any:
     """In a saved state, move samples of packs that were selected but not delivered back to the reading buffer."""
     if "_pre_packing_lengths" in state:
         keys = [*state["_pre_packing_buffer"]["_restore_keys"], *state["_reading_buffer"]["_restore_keys"]]
+        if "buffer_size" in state:
+            state["buffer_size"] = len(keys)
         state["_reading_buffer"]["_restore_keys"] = keys
         state["_pre_packing_buffer"]["_restore_keys"] = []
         state["_pre_packing_lengths"] = []
@@ -102,7 +104,6 @@ class EnergonSource:
     Args:
         reopen: opens the same stream with another `BatchSpec` and `pack_multiple_of`.
         budget: number of damaged samples that the stream may drop.
-        packing_buffer_size: number of buffered samples from which packs are filled; None for dense batches.
     """
 
     def __init__(
@@ -118,7 +119,6 @@ class EnergonSource:
         seed: int,
         budget: int,
         shuffle_buffer: Optional[int],
-        packing_buffer_size: Optional[int],
     ) -> None:
         ledger = SkipCounter(budget)
         packed = options.max_tokens_per_pack is not None
@@ -133,7 +133,6 @@ class EnergonSource:
             batch_size=self._batch_size,
             shuffle_buffer_size=shuffle_buffer,
             max_samples_per_sequence=None,  # complete shards
-            packing_buffer_size=packing_buffer_size if packed else None,
             task_encoder=self._encoder,
         )
         self._settings = {
@@ -141,7 +140,7 @@ class EnergonSource:
             "max_tokens_per_pack": options.max_tokens_per_pack,
             "pack_multiple_of": options.pack_multiple_of if packed else None,
             "pack_cost_tokens": None if options.cost_limit is None else options.cost_limit.tokens,
-            "packing_buffer_size": packing_buffer_size if packed else None,
+            "packing_buffer_size": options.packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
             "bucket_by_shape": options.bucket_by_shape,
             "interleaved": any(reader.streams > 1 for reader in self._encoder.readers),
@@ -218,7 +217,7 @@ class EnergonSource:
 
 
 def validation_pass(
-    path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int, packing_buffer_size: Optional[int]
+    path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int
 ) -> Iterator[StreamItem]:
     """Read a split, or `max_samples` spread over it, once, and close its shards; it is opened immediately."""
     ledger = SkipCounter(budget)
@@ -231,7 +230,6 @@ def validation_pass(
         worker_config=worker_config(stream=0, num_streams=1, seed=0),
         batch_size=None if packed else spec.micro_batch_size,
         batch_drop_last=False,
-        packing_buffer_size=packing_buffer_size if packed else None,
         task_encoder=encoder,
     )
 
