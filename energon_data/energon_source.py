@@ -143,7 +143,7 @@ class EnergonSource:
             "packing_buffer_size": options.packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
             "bucket_by_shape": options.bucket_by_shape,
-            "interleaved": any(reader.streams > 1 for reader in self._encoder.readers),
+            "interleaved": [reader.streams > 1 for reader in self._encoder.readers],
             "seed": seed,
         }
         self._loader = _loader(dataset, ledger)
@@ -163,19 +163,24 @@ class EnergonSource:
         return Position(state)
 
     def _saved_settings(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of a state; if an earlier version saved it, read the shards in order as that version."""
-        saved = {"interleaved": False} | state["settings"]
-        if not saved["interleaved"]:
-            self._settings["interleaved"] = False
-            for reader in self._encoder.readers:
+        """Return the settings of a state, and read each member of a blend in the order that the state has."""
+        readers = self._encoder.readers
+        is_now = [reader.streams > 1 for reader in readers]
+        was = state["settings"].get("interleaved", False)
+        if isinstance(was, bool):  # an earlier version saved whether any member was
+            was = is_now if was and any(is_now) else [was] * len(readers)
+        for reader, before, now in zip(readers, was, is_now):
+            if before and not now:
+                raise DataError(
+                    "the position in the data was saved when streams read blocks of all shards, but dataset.json of "
+                    f"{reader.folder} now says that samples are in random order (name, prepared), so streams would "
+                    "read others; restore dataset.json, or start a new run from these weights (another "
+                    "training.run_dir, checkpoint.start_from)"
+                )
+            if not before:
                 reader.streams = 1
-        elif not self._settings["interleaved"]:
-            raise DataError(
-                "the position in the data was saved when streams read blocks of all shards, but dataset.json now says "
-                "that samples are in random order (name, prepared), so streams would read others; restore "
-                "dataset.json, or start a new run from these weights (another training.run_dir, checkpoint.start_from)"
-            )
-        return saved
+        self._settings["interleaved"] = was
+        return state["settings"] | {"interleaved": was}
 
     def adapt(self, position: Position) -> Position:
         """Convert a position; see `Source.adapt`.
