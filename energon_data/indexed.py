@@ -167,10 +167,6 @@ class Samples(ReaderSettings):
         unread = sorted(self.stored_conditions() - names)
         return [f"{self.origin} gives {', '.join(unread)}, which the model does not take"] if unread else []
 
-    def class_names(self) -> Optional[list[str]]:
-        """Return None; a subclass may return the names of its classes."""
-        return None
-
 
 def _clip(samples: Samples, index: int) -> Clip:
     """Convert a sample to the form that shards are decoded to: numbers in the metadata, arrays as parts."""

@@ -121,9 +121,6 @@ class MockData(StreamSettings):
         """Return an empty dictionary, because the settings determine the samples."""
         return {}
 
-    def class_names(self) -> Optional[list[str]]:
-        return None
-
 
 class MockSource:
     """One global stream of synthetic samples; sample `k` of stream `s` is number `k * num_streams + s`.
