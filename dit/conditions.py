@@ -262,9 +262,9 @@ def per_text_token(values: Tensor, layout: SequenceLayout, dropped_S: Optional[T
     return Entry("text", values, layout, dropped_S)
 
 
-def per_latent_token(values: Tensor, dropped_S: Optional[Tensor] = None) -> Entry:
+def per_latent_token(values: Tensor) -> Entry:
     """Return an entry of `[T, C]`, along the latents."""
-    return Entry("latent", values, None, dropped_S)
+    return Entry("latent", values)
 
 
 class Conditions(Mapping[str, Entry]):

@@ -214,9 +214,9 @@ class DataConfig(ABC):
         make the numbers equal have `PackedBatch.repeated` set.
         """
 
-    @abstractmethod
     def class_names(self) -> Optional[list[str]]:
-        """Return the name of each class, or None for an unlabelled source."""
+        """Return the name of each class, or None if it is unknown."""
+        return None
 
     def remarks(self, spec: BatchSpec) -> list[str]:
         """Return warnings about samples that will be dropped and settings without effect; reads a few samples."""
@@ -284,9 +284,6 @@ class NoData(DataConfig):
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Return an empty pass."""
         return iter(())
-
-    def class_names(self) -> None:
-        """Return None, because imported weights have no class names."""
 
 
 def sample_id(key: str) -> int:

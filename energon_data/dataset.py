@@ -52,10 +52,9 @@ class EnergonData(ReaderSettings):
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights, then lists, change, counting those that
             `training.on_bad_numbers=rewind` omits.
-        shuffle_buffer: samples that a stream shuffles in memory, also of several passes; None for up to 1000 of one
-            pass.
+        shuffle_buffer: samples that a stream shuffles, also of several passes; None for up to 1000 of one pass.
         pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
-        packing_buffer_size: buffered samples from which packs are filled.
+        packing_buffer_size: samples from which packs are filled; None for up to 256 of one pass.
         pad_packs: pad packs to `max_tokens_per_pack`.
         bucket_by_shape: batch samples of one shape, for convolutional backbones.
         max_text_tokens: truncate longer texts, also prompts of samples; None for no limit.
@@ -65,9 +64,9 @@ class EnergonData(ReaderSettings):
             (pixels), the ratio of longer to shorter side, or the duration (of an image 0).
         min_caption_length, max_caption_length: drop samples with a shorter or longer caption (characters).
         resize_side: resize the smaller side of stored pixels to this many.
-        crop_size, random_crop: crop to this height and width after resizing, at a random position (held-out data: at
-            the centre).
-        flip: probability of mirroring; not of held-out data.
+        crop_size, random_crop: crop to this height and width after resizing, at a random position (held-out data:
+            centre).
+        flip: probability of mirroring training data.
         vary_captions: draw one of a sample's captions at each read.
         require_checksums: count samples without CRC32 as damaged.
         online_vae: autoencoder that encodes stored pixels in every step.
@@ -83,7 +82,7 @@ class EnergonData(ReaderSettings):
     blend_steps: Optional[list[int]] = None
     shuffle_buffer: Optional[int] = None
     pack_cost_tokens: Optional[int] = None
-    packing_buffer_size: int = 256
+    packing_buffer_size: Optional[int] = None
     pad_packs: bool = False
     bucket_by_shape: bool = False
     max_text_tokens: Optional[int] = 512
@@ -350,6 +349,7 @@ class EnergonData(ReaderSettings):
             max_text_tokens=self.max_text_tokens,
             shuffled_in_pass=0 if held_out or self.shuffle_buffer is not None else _SHUFFLED // len(self._paths()),
             max_tokens_per_pack=self.max_tokens_per_pack,
+            packing_buffer_size=self.packing_buffer_size,
             pack_multiple_of=self.pack_multiple_of,
             cost_limit=CostLimit(n, spec.attention_tokens) if (n := self.pack_cost_tokens) else None,
             pad_packs=self.pad_packs,
@@ -386,7 +386,6 @@ class EnergonData(ReaderSettings):
                     seed=seed + stage * _SEEDS_APART,
                     budget=self.max_lost_samples,
                     shuffle_buffer=self.shuffle_buffer,
-                    packing_buffer_size=self.packing_buffer_size,
                 )
 
         # A step takes equally many micro-batches from each stream.
@@ -411,7 +410,6 @@ class EnergonData(ReaderSettings):
                 replace(options, max_samples=limit),
                 split=self.validation_split,
                 budget=self.max_lost_samples,
-                packing_buffer_size=self.packing_buffer_size,
             )
             for info, limit in zip(infos, limits, strict=True)
             if limit != 0

@@ -88,6 +88,8 @@ def _with_unselected(state: Any) -> Any:
     """In a saved state, move samples of packs that were selected but not delivered back to the reading buffer."""
     if "_pre_packing_lengths" in state:
         keys = [*state["_pre_packing_buffer"]["_restore_keys"], *state["_reading_buffer"]["_restore_keys"]]
+        if "buffer_size" in state:
+            state["buffer_size"] = len(keys)
         state["_reading_buffer"]["_restore_keys"] = keys
         state["_pre_packing_buffer"]["_restore_keys"] = []
         state["_pre_packing_lengths"] = []
@@ -102,7 +104,6 @@ class EnergonSource:
     Args:
         reopen: opens the same stream with another `BatchSpec` and `pack_multiple_of`.
         budget: number of damaged samples that the stream may drop.
-        packing_buffer_size: number of buffered samples from which packs are filled; None for dense batches.
     """
 
     def __init__(
@@ -118,7 +119,6 @@ class EnergonSource:
         seed: int,
         budget: int,
         shuffle_buffer: Optional[int],
-        packing_buffer_size: Optional[int],
     ) -> None:
         ledger = SkipCounter(budget)
         packed = options.max_tokens_per_pack is not None
@@ -133,7 +133,6 @@ class EnergonSource:
             batch_size=self._batch_size,
             shuffle_buffer_size=shuffle_buffer,
             max_samples_per_sequence=None,  # complete shards
-            packing_buffer_size=packing_buffer_size if packed else None,
             task_encoder=self._encoder,
         )
         self._settings = {
@@ -141,10 +140,10 @@ class EnergonSource:
             "max_tokens_per_pack": options.max_tokens_per_pack,
             "pack_multiple_of": options.pack_multiple_of if packed else None,
             "pack_cost_tokens": None if options.cost_limit is None else options.cost_limit.tokens,
-            "packing_buffer_size": packing_buffer_size if packed else None,
+            "packing_buffer_size": options.packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
             "bucket_by_shape": options.bucket_by_shape,
-            "interleaved": any(reader.streams > 1 for reader in self._encoder.readers),
+            "interleaved": [reader.streams > 1 for reader in self._encoder.readers],
             "seed": seed,
         }
         self._loader = _loader(dataset, ledger)
@@ -164,19 +163,24 @@ class EnergonSource:
         return Position(state)
 
     def _saved_settings(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of a state; if an earlier version saved it, read the shards in order as that version."""
-        saved = {"interleaved": False} | state["settings"]
-        if not saved["interleaved"]:
-            self._settings["interleaved"] = False
-            for reader in self._encoder.readers:
+        """Return the settings of a state, and read each member of a blend in the order that the state has."""
+        readers = self._encoder.readers
+        is_now = [reader.streams > 1 for reader in readers]
+        was = state["settings"].get("interleaved", False)
+        if isinstance(was, bool):  # an earlier version saved whether any member was
+            was = is_now if was and any(is_now) else [was] * len(readers)
+        for reader, before, now in zip(readers, was, is_now):
+            if before and not now:
+                raise DataError(
+                    "the position in the data was saved when streams read blocks of all shards, but dataset.json of "
+                    f"{reader.folder} now says that samples are in random order (name, prepared), so streams would "
+                    "read others; restore dataset.json, or start a new run from these weights (another "
+                    "training.run_dir, checkpoint.start_from)"
+                )
+            if not before:
                 reader.streams = 1
-        elif not self._settings["interleaved"]:
-            raise DataError(
-                "the position in the data was saved when streams read blocks of all shards, but dataset.json now says "
-                "that samples are in random order (name, prepared), so streams would read others; restore "
-                "dataset.json, or start a new run from these weights (another training.run_dir, checkpoint.start_from)"
-            )
-        return saved
+        self._settings["interleaved"] = was
+        return state["settings"] | {"interleaved": was}
 
     def adapt(self, position: Position) -> Position:
         """Convert a position; see `Source.adapt`.
@@ -218,7 +222,7 @@ class EnergonSource:
 
 
 def validation_pass(
-    path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int, packing_buffer_size: Optional[int]
+    path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int
 ) -> Iterator[StreamItem]:
     """Read a split, or `max_samples` spread over it, once, and close its shards; it is opened immediately."""
     ledger = SkipCounter(budget)
@@ -231,7 +235,6 @@ def validation_pass(
         worker_config=worker_config(stream=0, num_streams=1, seed=0),
         batch_size=None if packed else spec.micro_batch_size,
         batch_drop_last=False,
-        packing_buffer_size=packing_buffer_size if packed else None,
         task_encoder=encoder,
     )
 

@@ -29,6 +29,7 @@ from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_ZERO
 from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
+from energon_data.packing import buffer_limit
 from energon_data.reader_settings import ReaderSettings
 from energon_data.samples import LATENT, REFERENCE, Clip, SampleError
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
@@ -60,7 +61,7 @@ class Samples(ReaderSettings):
     `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
 
     Attributes:
-        packing_buffer_size: buffered samples from which packs are filled.
+        packing_buffer_size: samples from which packs are filled; None for up to 256 of one pass.
         max_text_tokens: longer texts are truncated; None for no limit.
         same_shape: whether all samples have the shape of the first, as convolutional networks need.
         validation_samples: number of samples held out from training, selected at random; 0 for none.
@@ -68,7 +69,7 @@ class Samples(ReaderSettings):
 
     worker_modules: ClassVar[tuple[str, ...]] = ("dit.training.pretrain",)  # a recipe in a subclass's module imports it
 
-    packing_buffer_size: int = 64
+    packing_buffer_size: Optional[int] = None
     max_text_tokens: Optional[int] = None
     same_shape: bool = False
     validation_samples: int = 0
@@ -165,10 +166,6 @@ class Samples(ReaderSettings):
         names = {name for condition in (*TABLE, *spec.conditions) for name in condition.stored_as}
         unread = sorted(self.stored_conditions() - names)
         return [f"{self.origin} gives {', '.join(unread)}, which the model does not take"] if unread else []
-
-    def class_names(self) -> Optional[list[str]]:
-        """Return None; a subclass may return the names of its classes."""
-        return None
 
 
 def _clip(samples: Samples, index: int) -> Clip:
@@ -273,13 +270,17 @@ class IndexedSource:
     def _read(self) -> None:
         """Read samples for some packs, or for one dense batch."""
         self._before, self._delivered = self._taken, 0
-        is_packed, clips = self._samples.max_tokens_per_pack is not None, list[Clip]()
+        clips, passes, is_packed = list[Clip](), 0, self._samples.max_tokens_per_pack is not None
         size = self._samples.packing_buffer_size if is_packed else self._spec.micro_batch_size
+        of_pass = size is None
+        size = size or buffer_limit(-(-len(self._indices) // self._num_streams))
         while len(clips) < size and self._taken < self._last:
-            draw = self._taken * self._num_streams + self._stream
-            epoch, position = divmod(draw, len(self._indices))
-            order = _permutation(self._seed + 1 + epoch, len(self._indices))
-            index, number = int(self._indices[order[position]]), self._taken
+            number, (epoch, position) = self._taken, self._place(self._taken)
+            if of_pass and clips and epoch > self._place(number - 1)[0]:
+                passes += 1
+                if not self._encoder.another_pass_fits(passes, clips):
+                    break
+            index = int(self._indices[_permutation(self._seed + 1 + epoch, len(self._indices))[position]])
             self._taken += 1
             if number in self._skipped:
                 continue
@@ -289,6 +290,10 @@ class IndexedSource:
                 clips.append(clip)
         if clips:
             self._batches.extend(self._encoder.select_samples_to_pack(clips) if is_packed else [clips])
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the epoch of a sample of this stream, and its position there."""
+        return divmod(number * self._num_streams + self._stream, len(self._indices))
 
     def _clip(self, index: int) -> Clip:
         clip = _clip(self._samples, index)

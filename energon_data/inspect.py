@@ -73,18 +73,14 @@ def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
         yield f"  {name:<{width}}  {count:>9,}  {count / total:>6.1%}  {bar}".rstrip()
 
 
-def histogram(values: Sequence[int], bins: int = MOST_ROWS) -> list[tuple[str, int]]:
+def histogram(values: Sequence[int]) -> list[tuple[str, int]]:
     """Return the label and the number of values of each bin; if there are few values, each is a bin."""
-    counts = Counter(values)
-    if len(counts) <= bins:
+    counts, low, high = Counter(values), min(values), max(values)
+    if len(counts) <= MOST_ROWS:
         return [(f"{value:,}", counts[value]) for value in sorted(counts)]
-    low, high = min(values), max(values)
-    width = -(-(high - low + 1) // bins)
-    starts = range(low, high + 1, width)
-    return [
-        (f"{start:,} to {min(start + width - 1, high):,}", sum(counts[v] for v in range(start, start + width)))
-        for start in starts
-    ]
+    width = -(-(high - low + 1) // MOST_ROWS)
+    bins = [range(start, min(start + width, high + 1)) for start in range(low, high + 1, width)]
+    return [(f"{part[0]:,} to {part[-1]:,}", sum(counts[value] for value in part)) for part in bins]
 
 
 def spread_of(values: Sequence[float], digits: int = 0) -> str:

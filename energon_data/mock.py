@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Optional
 
 import torch
@@ -121,9 +121,6 @@ class MockData(StreamSettings):
         """Return an empty dictionary, because the settings determine the samples."""
         return {}
 
-    def class_names(self) -> Optional[list[str]]:
-        return None
-
 
 class MockSource:
     """One global stream of synthetic samples; sample `k` of stream `s` is number `k * num_streams + s`.
@@ -147,8 +144,9 @@ class MockSource:
         self._stream, self._num_streams = stream, num_streams
         self._sizes = data.sizes()
         self._taken, self._last = 0, math.inf if last_sample is None else last_sample
-        self._cache: dict[int, Clip] = {}
-        self._patterns: dict[tuple[int, int, int, int], Tensor] = {}
+        is_small = data.dataset_size is not None and data.dataset_size <= _CACHED
+        self._sample = lru_cache(_CACHED)(self.sample) if is_small else self.sample
+        self._pattern = lru_cache(None)(self._draw_pattern)
 
     def next(self) -> StreamItem:
         pack = self._data.max_tokens_per_pack
@@ -182,21 +180,14 @@ class MockSource:
     def _take(self) -> Clip:
         number = self._number()
         self._taken += 1
-        if self._data.dataset_size is None or self._data.dataset_size > _CACHED:
-            return self.sample(number)
-        if number not in self._cache:
-            self._cache[number] = self.sample(number)
-        return self._cache[number]
+        return self._sample(number)
 
-    def _pattern(self, label: int, size: tuple[int, int, int]) -> Tensor:
+    def _draw_pattern(self, label: int, size: tuple[int, int, int]) -> Tensor:
         """Return the mean latent of a class: a wave with its own direction and phase."""
-        pattern = self._patterns.get((label, *size))
-        if pattern is None:
-            t, h, w = (torch.arange(n, dtype=torch.float32) for n in size)
-            phase = 0.7 * label + torch.arange(self._spec.latent_channels, dtype=torch.float32)
-            angle = 0.2 * t[:, None, None] + (0.3 + 0.1 * (label % 5)) * h[:, None] + (0.2 + 0.1 * (label % 3)) * w
-            pattern = self._patterns[label, *size] = torch.sin(phase[:, None, None, None] + angle)
-        return pattern
+        t, h, w = (torch.arange(n, dtype=torch.float32) for n in size)
+        phase = 0.7 * label + torch.arange(self._spec.latent_channels, dtype=torch.float32)
+        angle = 0.2 * t[:, None, None] + (0.3 + 0.1 * (label % 5)) * h[:, None] + (0.2 + 0.1 * (label % 3)) * w
+        return torch.sin(phase[:, None, None, None] + angle)
 
     def sample(self, number: int) -> Clip:
         key = f"mock-{self._split}-{self._seed}-{number}"

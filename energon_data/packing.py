@@ -25,6 +25,8 @@ from dit.levels import reference_positions
 from dit.patchify import grid_positions, patchify_all
 from energon_data.samples import Clip
 
+BUFFERED = 256
+"""Largest number of samples from which packs are filled, if `data.packing_buffer_size` is None."""
 SPARE = 1.04
 """Capacity of balanced packs relative to their tokens; without it, the last items do not fit into cheap packs."""
 
@@ -54,6 +56,11 @@ class CostLimit:
     def most(self) -> int:
         """Cost of a full pack."""
         return self.cost(self.tokens)
+
+
+def buffer_limit(per_pass: int) -> int:
+    """Return the size of equal parts of a pass of at most `BUFFERED` samples, or `BUFFERED` if it has no more."""
+    return -(-max(per_pass, BUFFERED) // -(-per_pass // BUFFERED))
 
 
 def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:

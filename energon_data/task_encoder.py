@@ -35,7 +35,15 @@ from energon_data.cookers import cook_clip, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import Filters, check_finite
 from energon_data.folder import is_mixed
-from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
+from energon_data.packing import (
+    BUFFERED,
+    CostLimit,
+    balanced_packs,
+    buffer_limit,
+    collate,
+    greedy_knapsack,
+    padded_length,
+)
 from energon_data.samples import CAPTIONS, Clip, DroppedError, SampleError
 from energon_data.skip_log import Skip, SkipCounter
 from energon_data.tar_index import READ_ERROR, SampleReader
@@ -61,6 +69,7 @@ class EncoderOptions:
     max_samples: Optional[int] = None
     shuffled_in_pass: int = 0
     max_tokens_per_pack: Optional[int] = None
+    packing_buffer_size: Optional[int] = None
     pack_multiple_of: int = 1
     cost_limit: Optional[CostLimit] = None
     pad_packs: bool = False
@@ -83,6 +92,11 @@ class _ShuffledPasses(ShuffleBufferDataset):
     def reset_state_own(self) -> None:
         super().reset_state_own()
         self._passes, self._pass = list[int](), 0  # of each buffered sample, and of the sample that is read next
+
+    @property
+    def current(self) -> int:
+        """Pass of the sample that is drawn next."""
+        return self._passes[0] if self._passes else self._pass
 
     @patches(
         "megatron-energon 7.4",
@@ -114,6 +128,48 @@ class _Packing(PackingDataset):
         return super()._fill_reading_buffer(source_iter, log_progress=False)
 
 
+class _PackedPasses(_Packing):
+    """Packing that fills no buffer from the end of a pass and the beginning of the next one.
+
+    A buffer has several complete passes if they fit into one pack. A blend ends a pass when all its members have.
+
+    Args:
+        shuffles: the members.
+        fits: `DiffusionTaskEncoder.another_pass_fits`.
+    """
+
+    _savable_fields = (*_Packing._savable_fields, "buffer_size", "_first")
+
+    def __init__(
+        self, *args: Any, shuffles: list[_ShuffledPasses], fits: Callable[[int, list[Clip]], bool], **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._shuffles, self._fits = shuffles, fits
+
+    def reset_state_own(self) -> None:
+        super().reset_state_own()
+        self._first = 0  # pass of the first sample in the reading buffer
+
+    def _current(self) -> int:
+        return min(shuffle.current for shuffle in self._shuffles)
+
+    @patches(
+        "megatron-energon 7.4",
+        "megatron/energon/wrappers/packing_dataset.py: _fill_reading_buffer",
+        why="its buffer mixes as many passes over a small data set as fit into it",
+    )
+    def _fill_reading_buffer(self, source_iter: Iterator[object], log_progress: bool = False) -> bool:
+        reading, selected = self._reading_buffer, self._pre_packing_buffer
+        if not reading.len_worker():
+            self.buffer_size, self._first = buffer_limit(self.dataset.len_worker()), self._current()
+        while reading.len_worker() + selected.len_worker() < self.buffer_size:
+            before = self._current()
+            reading.append(next(source_iter))
+            if self._current() > before and not self._fits(self._current() - self._first, reading.buffer):
+                self.buffer_size = reading.len_worker()
+        return True
+
+
 class _First(LimitDataset):
     """The first samples of a pass; Energon's limit reads one more, which may be damaged."""
 
@@ -133,6 +189,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         stored = tuple(c for c in spec.conditions if c.name not in options.embedded)
         self.spec, self.options, self.ledger = replace(spec, conditions=stored), options, ledger
         self.readers: list[SampleReader] = []
+        self._shuffles: list[_ShuffledPasses] = []
 
     def close(self) -> None:
         """Close the shards of all data sets that were built with this encoder; they are reopened if read."""
@@ -161,7 +218,10 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             failure_tolerance=0,
             worker_config=config,
         )
-        return _ShuffledPasses(clips, size, worker_config=config) if size else clips
+        if not size:
+            return clips
+        self._shuffles.append(_ShuffledPasses(clips, size, worker_config=config))
+        return self._shuffles[-1]
 
     def load_clip(self, raw: Any, *, worker_config: WorkerConfig) -> Clip:
         """Return `clip_of` a raw sample; raise `SkipSample` if it is dropped."""
@@ -279,10 +339,13 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     ) -> SavableDataset:
         if self.options.max_samples is not None:
             dataset = _First(dataset, self.options.max_samples, worker_config=worker_config)
-        if packing_buffer_size is not None:
-            return _Packing(
+        if self.options.max_tokens_per_pack is not None:
+            packing: Callable[..., SavableDataset] = _Packing
+            if self.options.packing_buffer_size is None and self._shuffles:
+                packing = partial(_PackedPasses, shuffles=self._shuffles, fits=self.another_pass_fits)
+            return packing(
                 dataset,
-                packing_buffer_size,
+                self.options.packing_buffer_size or BUFFERED,
                 self.select_samples_to_pack,
                 self.pack_selected_samples,
                 final_packer_stateless=True,
@@ -300,7 +363,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
         capacity, limit = self.options.max_tokens_per_pack, self.options.cost_limit
         assert capacity is not None
-        lengths = [padded_length(c.num_tokens, self.options.pack_multiple_of) for c in samples]
+        lengths = self._lengths(samples)
         bins = greedy_knapsack(lengths, capacity) if limit is None else balanced_packs(lengths, capacity, limit)
         packs = [[samples[i] for i in items] for items in bins]
         # Packs of long samples come first; sorting by the sum of the sample ids removes this trend from the stream. A
@@ -313,6 +376,15 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             order.append((sample_id(f"{pack_id}/{seen[members]}") if seen[members] else pack_id, members[0], i))
             seen[members] += 1
         return [packs[i] for _, _, i in sorted(order)]
+
+    def another_pass_fits(self, passes: int, clips: list[Clip]) -> bool:
+        """Return whether the pack and the buffer of the clips of some complete passes can have those of one more."""
+        assert self.options.max_tokens_per_pack is not None
+        tokens, more = sum(self._lengths(clips)), passes + 1
+        return tokens * more <= self.options.max_tokens_per_pack * passes and len(clips) * more <= BUFFERED * passes
+
+    def _lengths(self, clips: list[Clip]) -> list[int]:
+        return [padded_length(c.num_tokens, self.options.pack_multiple_of) for c in clips]
 
     @stateless
     def pack_selected_samples(self, samples: list[Clip]) -> PackedBatch:

@@ -101,7 +101,7 @@ def _summary(preparation: Preparation, total: UnitRecord, seconds: float) -> str
         lines.append(f"  latents: {total.latents.line()}")
     counts = total.counts
     if used := counts["files"] + counts["partly_used"]:
-        partly = f", {counts['partly_used']:,} of them up to an error" if counts["partly_used"] else ""
+        partly = f", {counts['partly_used']:,} of them in part" if counts["partly_used"] else ""
         unlisted = len(preparation.skipped) if noun == "row" else 0  # files of the folder that no row names
         lines.append(f"  used: {used:,} of {counted(counts['files'] + len(total.skips) - unlisted, noun)}{partly}")
         lines.append(f"  turned according to the file: {counted(counts['turned'], 'sample')}")

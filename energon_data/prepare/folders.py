@@ -211,13 +211,18 @@ def _with_references(
 
     The first picture must exist, and all that a row names. Other files may lack the pictures of the last folders.
     """
-    folders = [_Originals.of(place, folder, follow_links) for place in references]
+    folders = [_originals(place, folder, follow_links) for place in references]
 
     def references_of(entry: Entry) -> tuple[tuple[Entry, ...], ...]:
         names = names_of_references(entry.row or {})
         if names:
-            return tuple(folders[min(i, len(folders) - 1)].called(name) for i, name in enumerate(names))
-        files = [originals.of_name(entry.name) for originals in folders]
+            pictures = [folders[min(i, len(folders) - 1)].by_name for i in range(len(names))]
+            return tuple(of.get(walk.composed(str(PurePosixPath(name))), ()) for of, name in zip(pictures, names))
+        name = walk.composed(entry.name)
+        files = [
+            originals.by_name.get(name, originals.by_stem.get(walk.stem_of(name), ())) if originals.by_stem else ()
+            for originals in folders
+        ]
         while len(files) > 1 and not files[-1]:
             files.pop()
         return tuple(files)
@@ -229,32 +234,22 @@ class _Originals(NamedTuple):
     """The pictures of a folder of `--reference`.
 
     Attributes:
-        is_same: whether it is also the folder of the edited pictures.
+        by_stem: empty if it is also the folder of the edited pictures, because a picture is not its own original.
     """
 
     by_name: dict[str, tuple[Entry, ...]]
     by_stem: dict[str, tuple[Entry, ...]]
-    is_same: bool
 
-    @classmethod
-    def of(cls, place: Path, edited: Path, follow_links: bool) -> "_Originals":
-        if not place.is_dir():
-            raise ConfigError(f"--reference {place} is not a folder; name the one with the pictures before the edit")
-        pictures, _ = _walk(place, PICTURES, follow_links)
-        by_name: dict[str, tuple[Entry, ...]] = {walk.composed(picture.name): (picture,) for picture in pictures}
-        by_stem: dict[str, tuple[Entry, ...]] = {}
-        for name, picture in by_name.items():
-            by_stem[walk.stem_of(name)] = (*by_stem.get(walk.stem_of(name), ()), *picture)
-        return cls(by_name, by_stem, place.samefile(edited))
 
-    def called(self, name: str) -> tuple[Entry, ...]:
-        """Return the picture that a row names."""
-        return self.by_name.get(walk.composed(str(PurePosixPath(name))), ())
-
-    def of_name(self, name: str) -> tuple[Entry, ...]:
-        """Return the picture of the name of an edited one, or of its stem; a picture is not its own original."""
-        name = walk.composed(name)
-        return () if self.is_same else self.by_name.get(name, self.by_stem.get(walk.stem_of(name), ()))
+def _originals(place: Path, edited: Path, follow_links: bool) -> _Originals:
+    if not place.is_dir():
+        raise ConfigError(f"--reference {place} is not a folder; name the one with the pictures before the edit")
+    pictures, _ = _walk(place, PICTURES, follow_links)
+    by_name: dict[str, tuple[Entry, ...]] = {walk.composed(picture.name): (picture,) for picture in pictures}
+    by_stem: dict[str, tuple[Entry, ...]] = {}
+    for name, picture in by_name.items() if not place.samefile(edited) else ():
+        by_stem[walk.stem_of(name)] = (*by_stem.get(walk.stem_of(name), ()), *picture)
+    return _Originals(by_name, by_stem)
 
 
 def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:

@@ -10,7 +10,7 @@ A column of pictures has such entries or plain bytes, which `dit.media` decodes.
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -69,27 +69,25 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """An opened data set with the selected columns; pickling it copies file names, not rows.
+    """An opened data set; pickling it copies file names, not rows.
 
     Attributes:
+        table: the selected columns; None for those that the data set lacks.
         root: folder whose files rows may name; None for any.
     """
 
     dataset: "Dataset"
-    split: str
-    image: str
-    caption: Optional[str]
-    label: Optional[str]
-    references: Sequence[str]
+    table: Table
     root: Optional[Path]
 
     def source(self, number: int) -> Source:
-        row = self.dataset[number]
-        entries = [row[name] for name in self.references]
+        row, table = self.dataset[number], self.table
+        entries = [row[name] for name in table.reference_column]
         references = entries[:1] + [
             entry for entry in entries[1:] if entry not in (None, {"bytes": None, "path": None})
         ]
-        stored, caption, label = row.pop(self.image), row.pop(self.caption, None), row.pop(self.label, None)
+        columns = table.image_column, table.caption_column, table.label_column
+        stored, caption, label = (row.pop(column, None) for column in columns)
         return Source(
             name=self.name(number),
             read=partial(_picture, stored, self.root),
@@ -100,7 +98,7 @@ class _Rows:
         )
 
     def name(self, number: int) -> str:
-        return f"{self.split}/{number:08d}"
+        return f"{self.table.split}/{number:08d}"
 
 
 def _picture(stored: Any, root: Optional[Path]) -> bytes:
@@ -138,23 +136,14 @@ def prepare_huggingface(
         follow_links: also read files outside of `source` that links lead to or rows name.
     """
     dataset, root = _open(source, table, follow_links)
-    image, caption, label = _columns(dataset, table)
-    fingerprint = dataset._fingerprint
-    features = dataset.features
+    table = _with_columns(table, dataset)
+    fingerprint, features, label = dataset._fingerprint, dataset.features, table.label_column
     scalars = [name for name, feature in features.items() if _SCALARS.fullmatch(str(getattr(feature, "dtype", "")))]
-    used = (image, caption, label, *table.reference_column, *scalars)
+    used = (table.image_column, table.caption_column, label, *table.reference_column, *scalars)
     selected = dict.fromkeys(name for name in used if name is not None)
     dataset = _undecoded(dataset.select_columns(list(selected)))
     names = None if label is None else getattr(features[label], "names", None)
-    rows = _Rows(
-        dataset=dataset,
-        split=table.split,
-        image=image,
-        caption=caption,
-        label=label,
-        references=table.reference_column,
-        root=None if follow_links else root,
-    )
+    rows = _Rows(dataset=dataset, table=table, root=None if follow_links else root)
     return Preparation.generated(
         NAME,
         out,
@@ -164,7 +153,7 @@ def prepare_huggingface(
         plan={
             "in": source,
             "order": "random",
-            "table": asdict(table) | {"image_column": image, "caption_column": caption, "label_column": label},
+            "table": asdict(table),
             "follow_links": follow_links,
             "files": [fingerprint, len(dataset)],
         },
@@ -255,8 +244,8 @@ def _hint(flag: str, name: str, names: Sequence[str]) -> str:
     return did_you_mean(name, names) or f"; name one of them with {flag}"
 
 
-def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Optional[str]]:
-    """Return the columns of pictures, captions and classes."""
+def _with_columns(table: Table, dataset: "Dataset") -> Table:
+    """Return a table with the columns of a data set that it does not state."""
     features = dataset.features
     references = [("--reference-column", name) for name in table.reference_column]
     for flag, column in (
@@ -283,7 +272,8 @@ def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Opti
             )
     caption = table.caption_column or next((name for name in _CAPTIONS if name in features), None)
     is_number = "int" in str(getattr(features.get(_LABEL), "dtype", ""))
-    return image, caption, table.label_column or (_LABEL if is_number else None)
+    label = table.label_column or (_LABEL if is_number else None)
+    return replace(table, image_column=image, caption_column=caption, label_column=label)
 
 
 def _holds_pictures(feature: Any) -> bool:

@@ -59,24 +59,32 @@ def clips_of(
             memory.
 
     Yields:
-        The frames of a clip, and frames per second.
+        The frames of a clip, and frames per second. Clips that only repeat the last frame of the clip before are left
+        out, and counted in an error at the end.
     """
     frames: list[Image.Image] = []
     times: list[float] = []
-    stated, count = 0.0, 0
+    last: Optional[Image.Image] = None  # of the clip before
+    stated, count, repeats = 0.0, 0, 0
     deadline = Deadline()
     for picture, instant, stated in sampled_frames(data, cut.fps, deadline, span):
         frames.append(deadline.keep(fit(picture)))
         times.append(instant)
         if cut.frames is not None and len(frames) == cut.frames:
-            yield frames, _rate(times, stated)
-            frames, times, count = [], [], count + 1
+            if last is not None and all(frame == last for frame in frames):
+                repeats += 1
+            else:
+                yield frames, _rate(times, stated)
+                count += 1
+            last, frames, times = frames[-1], [], []
             deadline.restart()
     usable = cut.usable(len(frames)) if cut.frames is None else 0
     if usable:
         yield frames[:usable], _rate(times[:usable], stated)
     elif not count:
         raise SampleError("too_short", f"{counted(len(frames), 'frame')}, a clip needs {cut.frames or cut.multiple_of}")
+    if repeats:
+        raise SampleError("frozen", f"{counted(repeats, 'clip')} would only repeat the last frame of the clip before")
 
 
 def _rate(times: Sequence[float], stated: float) -> float:

@@ -25,9 +25,9 @@ class Skipped(NamedTuple):
     detail: str
 
 
-def reasons(skipped: Sequence[Skipped], most: int = 3) -> str:
-    """Return the most frequent reasons with their counts, and the first file of each."""
-    counts = Counter(skip.reason for skip in skipped).most_common(most)
+def reasons(skipped: Sequence[Skipped]) -> str:
+    """Return the three most frequent reasons with their counts, and the first file of each."""
+    counts = Counter(skip.reason for skip in skipped).most_common(3)
     first = {skip.reason: f"{skip.name}: {skip.detail}" for skip in reversed(skipped)}
     return "; ".join(f"{count:,} {reason} ({first[reason]})" for reason, count in counts)
 

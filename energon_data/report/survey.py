@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from energon_data.decoder import decode_sample
 from energon_data.filters import TOO_LONG
 from energon_data.folder import SplitInfo, stored_names
 from energon_data.latent_scale import Moments
-from energon_data.packing import greedy_knapsack, padded_length
+from energon_data.packing import BUFFERED, buffer_limit, greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import LATENT, META_PART, REFERENCE, Clip, SampleError
 from energon_data.skip_log import Skip, SkipCounter
@@ -253,8 +253,7 @@ def unused_choice_of_captions(infos: Sequence[SplitInfo]) -> list[str]:
     return [f"data.vary_captions=False has no effect: none of the samples read from {folders} has several captions"]
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """Filling of packs of a given length.
 
     Attributes:
@@ -268,16 +267,15 @@ class Packing:
     too_long: float
 
 
-def expected_packing(lengths: Sequence[int], capacity: int, *, buffer: int = 256, multiple_of: int = 1) -> Packing:
-    """Pack samples as the loader does, buffer by buffer; samples are repeated if they do not fill a buffer."""
-    fitting = [n for n in lengths if padded_length(n, multiple_of) <= capacity]
-    if not fitting:
+def expected_packing(lengths: Sequence[int], capacity: int, *, multiple_of: int = 1) -> Packing:
+    """Pack the samples of a pass as the loader does: parts of a large pass, or several small passes together."""
+    padded = [length for n in lengths if (length := padded_length(n, multiple_of)) <= capacity]
+    if not padded:
         raise DataError(
             f"none of {len(lengths)} samples fits into packs of {capacity} tokens; the shortest has {min(lengths)}"
         )
-    used = [fitting[i % len(fitting)] for i in range(max(len(fitting) // buffer, 1) * buffer)]
-    packs = 0
-    for start in range(0, len(used), buffer):
-        padded = [padded_length(n, multiple_of) for n in used[start : start + buffer]]
-        packs += len(greedy_knapsack(padded, capacity))
-    return Packing(packs, len(used), sum(used) / (packs * capacity), 1 - len(fitting) / len(lengths))
+    passes = max(1, min(capacity // sum(padded), BUFFERED // len(padded)))
+    used, size = padded * passes, buffer_limit(len(padded))
+    packs = sum(len(greedy_knapsack(used[i : i + size], capacity)) for i in range(0, len(used), size))
+    real = passes * sum(n for n in lengths if padded_length(n, multiple_of) <= capacity)
+    return Packing(packs, len(used), real / (packs * capacity), 1 - len(padded) / len(lengths))

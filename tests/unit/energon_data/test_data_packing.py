@@ -1,8 +1,9 @@
 """Packing: every sample once, no pack over the limit, little padding; packs contain the values of the samples."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any, Optional
 
 import fiddle
@@ -11,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_data import spec
+from small_data import clips, spec, write_dataset
+from small_streams import take, through_disk
 
 from benchmarks.packing import ATTENTION, MIXES, many_resolutions, measure
 from dit.data_api import sample_id
@@ -19,7 +21,9 @@ from dit.errors import BatchError
 from dit.patchify import grid_positions, patchify
 from dit.sampling.pack_selection import select_samples
 from dit.tracing.forward import ForwardCost
+from energon_data.dataset import EnergonData
 from energon_data.frame_levels import FrameLevels
+from energon_data.indexed import Sample, Samples
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
 from energon_data.samples import Clip
 from energon_data.skip_log import SkipCounter
@@ -215,3 +219,73 @@ def test_repetitions_of_a_pack_are_separated_in_a_small_buffer() -> None:
     assert sorted(pack[0].__key__ for pack in packs) == sorted(clip.__key__ for clip in clips)
     runs = [len(list(group)) for _, group in groupby(pack[0].__key__ for pack in packs)]
     assert max(runs) <= 5  # at random: 240 / 6**5 = 0.03 runs of six are to be expected
+
+
+@dataclass(kw_only=True)
+class Squares(Samples):
+    """Samples of four tokens; the first are damaged."""
+
+    count: int
+    damaged: int
+
+    def __len__(self) -> int:
+        return self.count + self.damaged
+
+    def __getitem__(self, index: int) -> Sample:
+        assert index >= self.damaged
+        return Sample(torch.zeros(2, 4, 4))
+
+
+@pytest.mark.parametrize("source", ["folder", "blend", "samples"])
+@pytest.mark.parametrize(
+    ("count", "packs"), [(5, [15]), (20, [16, 4]), (48, [16, 8] * 2), (60, [16, 4] * 3), (62, [16, 5, 16, 5, 16, 4])]
+)
+def test_packs_have_every_sample_once_per_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, count: int, packs: list[int]
+) -> None:
+    """A pack of 16 samples has several complete passes over 5; buffers are equal parts of up to 24 of a larger set."""
+    monkeypatch.setattr("energon_data.packing.BUFFERED", 24)
+    monkeypatch.setattr("energon_data.task_encoder.BUFFERED", 24)
+    common: dict[str, Any] = {"max_tokens_per_pack": 64, "pack_multiple_of": 1, "background": False, "num_streams": 1}
+    data: EnergonData | Squares = Squares(count=count, damaged=0, **common)
+    if source != "samples":
+        folder = write_dataset(tmp_path / "data", {"train": clips(count, sizes=[(1, 4, 4)])})
+        place = {"path": str(folder)} if source == "folder" else {"blend": [{"path": str(folder)}]}
+        data = EnergonData(**place, **common)
+    asked = spec(num_classes=None, context_size=None, micro_batch_size=1, conditions=())
+
+    def opened() -> Any:
+        return data.build_train(asked, dp_rank=0, dp_size=1, seed=5, log_dir=None)
+
+    stream = opened()
+    read = [list(next(stream).keys) for _ in range(10 * len(packs))]
+    for start in range(0, len(read), len(packs)):
+        of_pass = read[start : start + len(packs)]
+        assert sorted(map(len, of_pass)) == sorted(packs)
+        keys = [key for pack in of_pass for key in pack]
+        assert len(set(keys)) == count
+        assert len(keys) == sum(packs)
+    for steps in (1, 2, 5):
+        stopped, resumed = opened(), opened()
+        take(stopped, steps)
+        resumed.load_state_dict(through_disk(stopped.state_dict()))
+        assert [list(batch.keys) for batch in take(resumed, 4)] == read[steps : steps + 4]
+
+
+@pytest.mark.parametrize(("source", "streams"), [("folder", 1), ("folder", 2), ("samples", 1)])
+def test_packs_of_streams_with_dropped_samples_have_every_sample_once_per_pass(
+    tmp_path: Path, source: str, streams: int
+) -> None:
+    common: dict[str, Any] = {"max_tokens_per_pack": 64, "pack_multiple_of": 1, "background": False}
+    data: EnergonData | Squares = Squares(count=36, damaged=4, max_lost_samples=99, num_streams=streams, **common)
+    if source == "folder":
+        folder = write_dataset(tmp_path / "data", {"train": clips(40, sizes=[(1, 4, 4)])})
+        data = EnergonData(path=str(folder), min_aesthetic_score=0.1, num_streams=streams, **common)
+    asked = spec(micro_batch_size=1, conditions=())
+    stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=5, log_dir=None, micro_batches_per_step=streams)
+    packs = take(stream, 12 * streams)
+    for number in range(streams):
+        keys = [key for pack in packs[number::streams] for key in pack.keys]
+        size = len(set(keys))
+        assert 12 <= size <= 36
+        assert all(len(set(keys[i : i + size])) == size for i in range(0, len(keys) - size, size))

@@ -29,7 +29,7 @@ CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
     "dense": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10), 4),
     "packed": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10, **PACKED), 1),
     "passes": lambda f, _: (EnergonData(path=str(f), num_streams=4), 4),
-    "passes packed": lambda f, _: (EnergonData(path=str(f), num_streams=4, **PACKED), 1),
+    "passes apart": lambda f, _: (EnergonData(path=str(f), num_streams=4, **PACKED | {"packing_buffer_size": None}), 1),
     "buckets": lambda f, _: (EnergonData(path=str(f), num_streams=4, bucket_by_shape=True, shuffle_buffer=5), 4),
     "augmented": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED), 4),
     "augmented packed": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED, **PACKED), 1),
@@ -203,23 +203,25 @@ def test_every_layout_trains_on_the_same_packs(
 
 @pytest.mark.parametrize(
     ("source", "background", "steps"),
-    [("folder", True, 1), ("folder", False, 5), ("folder", False, 9), ("blend", False, 1), ("blend", True, 9)],
+    [("folder", True, 1), ("folder", False, 5), ("folder", False, 9), ("blend", False, 1), ("blend", True, 9)]
+    + [("pass", False, steps) for steps in (1, 12, 30)],
 )
 def test_packs_in_flight_are_selected_again_for_another_multiple(
     mixed_folder: Path, source: str, background: bool, steps: int
 ) -> None:
     """A resumed run may raise `pack_multiple_of`: every sample is used once, and no pack is above the limit."""
-    data_set = {"path": str(mixed_folder)} if source == "folder" else {"blend": [{"path": str(mixed_folder)}]}
+    data_set = {"blend": [{"path": str(mixed_folder)}]} if source == "blend" else {"path": str(mixed_folder)}
+    order_of, buffer = ({"shuffle_buffer": None}, None) if source == "pass" else ({"shuffle_buffer": 0}, 24)
     # 12 is the longest sample, even if a pack has room for a longer one.
     limits = {"pad_packs": False, "max_tokens_per_sample": 12}
-    one = {**data_set, "shuffle_buffer": 0, "num_streams": 1, **PACKED, **limits}
+    one = {**data_set, **order_of, "num_streams": 1, **PACKED, **limits, "packing_buffer_size": buffer}
     before = EnergonData(**one | {"pack_multiple_of": 1}, background=background)
     after = EnergonData(**one | {"pack_multiple_of": 8}, background=background)
     stream, resumed = build(before, mbs=1), build(after, mbs=1, multiple_of=8)
     try:
         read = [key for pack in take(stream, steps) for key in pack.keys]
         resumed.load_state_dict(through_disk(stream.state_dict()))
-        for pack in take(resumed, 20):
+        for pack in take(resumed, 50):
             assert pack.layout.total_tokens <= 40
             read += pack.keys
         third = build(after, mbs=1, multiple_of=8)
@@ -229,10 +231,11 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
     finally:
         stream.close()
         resumed.close()
-    dense = EnergonData(**data_set, shuffle_buffer=0, num_streams=1, background=False)
-    order = [key for batch in take(build(dense, mbs=1), len(read) + 24) for key in batch.keys]
-    # All samples that were read from disk, except for the buffer of 24, each once for every time that it was read.
-    assert Counter(order[: len(read) - 24]) <= Counter(read) <= Counter(order)
+    dense, size = build(EnergonData(**data_set, **order_of, num_streams=1, background=False), mbs=1), buffer or 150
+    order = [key for batch in take(dense, len(read) + size) for key in batch.keys]
+    # All samples that were read from disk, except for those of a buffer, each once for every time that it was read.
+    assert len(read) > size
+    assert Counter(order[: len(read) - size]) <= Counter(read) <= Counter(order)
 
 
 def test_packs_from_disk_have_the_same_properties(mixed_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -470,11 +473,19 @@ def test_states_survive_the_codec_and_other_types_are_refused() -> None:
             from_plain(bad)
 
 
-def test_a_position_in_blocks_of_all_shards_is_refused_for_data_in_random_order(mixed_folder, monkeypatch):
-    data = EnergonData(path=str(mixed_folder), num_streams=2)
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_position_in_blocks_of_all_shards_is_refused_for_data_in_random_order(
+    mixed_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: int
+) -> None:
+    """A member that was in random order, and no longer is, is read as before."""
+    folders = [Path(shutil.copytree(mixed_folder, tmp_path / str(number))) for number in range(3)]
+    data, mixed = EnergonData(blend=[{"path": str(folder)} for folder in folders], num_streams=2), {folders[2]}
+    monkeypatch.setattr("energon_data.task_encoder.is_mixed", lambda folder: folder in mixed)
     stream = build(data)
     take(stream, 4)
-    state = through_disk(stream.state_dict())
-    monkeypatch.setattr("energon_data.task_encoder.is_mixed", lambda _: True)
-    with pytest.raises(DataError, match=r"restore dataset\.json"):
-        build(data).load_state_dict(state)
+    state, rest = through_disk(stream.state_dict()), take(stream, 4)
+    mixed ^= {folders[changed]}
+    error = pytest.raises(DataError, match=rf"dataset\.json of {folders[changed]} .* restore dataset\.json")
+    with nullcontext() if changed == 2 else error:
+        (resumed := build(data)).load_state_dict(state)
+        same(rest, take(resumed, 4))

@@ -67,12 +67,11 @@ def test_packs_equal_those_of_the_loader(mixed_folder: Path, capacity: int, mult
     """With all samples in one buffer, the estimate and the loader pack the same; all tokens except padding are real."""
     info = check_dataset(str(mixed_folder), "train")
     lengths = [one.tokens((1, 2, 2)) for one in survey(info, limit=None).seen]
-    expected = expected_packing(lengths, capacity, buffer=75, multiple_of=multiple_of)
+    expected = expected_packing(lengths, capacity, multiple_of=multiple_of)
     data = EnergonData(
         path=str(mixed_folder),
         max_tokens_per_pack=capacity - capacity % multiple_of,
         pack_multiple_of=multiple_of,
-        packing_buffer_size=75,
         validation_split="train",
         validation_samples=None,
     )
@@ -83,13 +82,15 @@ def test_packs_equal_those_of_the_loader(mixed_folder: Path, capacity: int, mult
     assert expected.real == sum(layout.valid_tokens for layout in layouts) / (len(layouts) * capacity)
 
 
-def test_packing_repeats_few_samples_and_omits_long_ones():
-    """5 + 3 fill a pack of 8; in a buffer of the five samples 5, 3, 5, 3, 5 the last one gets a separate pack."""
-    packing = expected_packing([5, 3, 9], 8, buffer=5)
-    assert (packing.packs, packing.samples, packing.real) == (3, 5, 21 / 24)
+def test_packs_have_complete_passes_and_no_long_samples():
+    """Two passes over 5 + 3 fit into a pack of 20, and one over three samples of 8 fills one and a half of 16."""
+    packing = expected_packing([5, 3, 21], 20)
+    assert (packing.packs, packing.samples, packing.real) == (1, 4, 16 / 20)
     assert packing.too_long == pytest.approx(1 / 3)
+    assert expected_packing([8] * 3, 16)[:3] == (2, 3, 24 / 32)
+    assert expected_packing([8] * 300, 16)[:2] == (150, 300)
     with pytest.raises(DataError, match="none of 1 samples fits into packs of 8 tokens; the shortest has 9"):
-        expected_packing([9], 8, buffer=5)
+        expected_packing([9], 8)
 
 
 def test_a_part_of_a_large_folder_is_read_evenly(mixed_folder: Path, capsys: pytest.CaptureFixture):

@@ -39,6 +39,7 @@ from tests.unit.energon_data.awkward_media import (
     marked,
     marked_corner,
     mp4,
+    video,
 )
 from tests.unit.energon_data.preparations import as_file, described, description, folder_of, outcomes, run, write_list
 
@@ -223,14 +224,35 @@ def test_an_animated_gif_is_a_clip_of_its_frames_on_white(tmp_path):
         assert described(source, tmp_path / command, command=command)["shapes"] == shapes
 
 
+@pytest.mark.parametrize(("frozen", "clips"), [(0, 4), (5, 4)])
+def test_a_frozen_frame_is_in_one_clip_without_motion(tmp_path, capsys, frozen, clips):
+    """Twelve frames, one of which is displayed for a minute; clips of 0.4 s.
+
+    FFmpeg displays the last one for the mean duration.
+    """
+    frames = [Image.new("L", (32, 32), 20 * i) for i in range(12)]
+    durations = [100] * 12
+    durations[frozen] = 60_000
+    source = tmp_path / "in"
+    source.mkdir()
+    frames[0].save(source / "a.gif", save_all=True, append_images=frames[1:], duration=durations)
+    flags = ("--fps", "10", "--frames", "4", "--multiple-of", "16")
+    found = described(source, tmp_path / "out", *flags, command="videos")
+    assert found["shapes"] == {"3x4x32x32": clips}
+    said = capsys.readouterr().out
+    assert "used: 1 of 1 file, 1 of them in part" in said
+    assert "skipped, frozen: 1; a.gif: after" in said
+
+
 def test_a_video_with_an_error_after_its_first_clips_is_used_and_listed(tmp_path, capsys, monkeypatch):
     lengths = {"long.mp4": 8, "short.mp4": 4, "still.mp4": 1}
-    source = folder_of(tmp_path / "in", {name: mp4(marked(), count) for name, count in lengths.items()})
+    turning = [marked(), marked().rotate(180)] * 4
+    source = folder_of(tmp_path / "in", {name: video(turning[:count]) for name, count in lengths.items()})
     monkeypatch.setattr(media_files, "MAX_FRAMES", 5)
     found = described(source, tmp_path / "out", "--frames", "2", command="videos")
     assert found["shapes"] == {"3x2x64x96": 4}
     said = capsys.readouterr().out
-    assert "used: 2 of 3 files, 1 of them up to an error" in said
+    assert "used: 2 of 3 files, 1 of them in part" in said
     assert "skipped, too_long: 1; long.mp4: after 2 clips, which are used: more than 5 frames" in said
 
 
