@@ -5,9 +5,7 @@ import io
 import json
 import math
 import os
-import posixpath
 import stat
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -181,32 +179,6 @@ def parse_yaml(text: str | bytes) -> Any:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(str(error)) from error
-
-
-@contextmanager
-def open_tar(source: Path | bytes) -> Iterator[dict[str, IO[bytes]]]:
-    """Yield the regular files in an uncompressed tar archive by name, open for reading; nothing is extracted.
-
-    Args:
-        source: a path, or the content of a file.
-
-    Raises:
-        OSError: the archive cannot be read.
-        ValueError: it is damaged, compressed, or has more than `MOST_MEMBERS` members.
-    """
-    with io.BytesIO(source) if isinstance(source, bytes) else open_binary(source) as file:
-        members: dict[str, IO[bytes]] = {}
-        try:
-            archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (it owns nothing)
-            for count, member in enumerate(archive, 1):
-                if count > MOST_MEMBERS:
-                    raise ValueError(f"an archive of more than {MOST_MEMBERS} members")
-                part = archive.extractfile(member) if member.isreg() and not member.issparse() else None
-                if part is not None:
-                    members[posixpath.normpath(member.name)] = part
-        except (tarfile.TarError, ArithmeticError, LookupError, RecursionError) as error:
-            raise ValueError(str(error) or type(error).__name__) from error
-        yield members
 
 
 def read_torch(source: Path | bytes | IO[bytes]) -> Any:
