@@ -251,7 +251,7 @@ class Prices:
             seconds = self.traced[shape].of(self._sizes.num_layers, size)[0][MICRO_BATCH]
             seconds[[Kind.GATHER, Kind.REDUCE]] = 0.0
             times.append(sum(pass_parts(seconds, cluster).values()) / size)
-        delay = slowest_of(self.problem.world_size, self.problem.device.jitter)
+        delay = slowest_of(self.problem.world_size, self.problem.device.fitted.jitter)
         return (1 + delay) * shape.tensor * shape.context * min(times)
 
     def _costs(self, candidate: Candidate, layers: float) -> Costs:

@@ -36,21 +36,26 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from dit import philox
 from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
 from dit.errors import UserError
 from dit.patches import patches, replaced
+from dit.philox import Words
 from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
-from dit.tracing.numbers import numbers_without_values
 from dit.tracing.packs import PackShape
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
 
 if TYPE_CHECKING:
     from dit.planner.program import Program
+
+FEW_NUMBERS = 1 << 12
+"""Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -243,7 +248,7 @@ class TracedRank:
             norms,
             _local_shards(),
             _watching_resizes(counter),
-            numbers_without_values(fakes),
+            _numbers_without_values(fakes),
             fakes,
         ):
             with counter:
@@ -284,6 +289,20 @@ def _without_values() -> Iterator[None]:
         replaced(nn.Module, to=lambda module, *_, **__: module),
     ):
         yield
+
+
+def _numbers_without_values(fakes: Any) -> contextlib.AbstractContextManager[None]:
+    """Replace large random draws by fake tensors: drawing numbers for all tokens takes seconds."""
+    original = philox.ten_rounds
+
+    def ten_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
+        if counter[0].numel() > FEW_NUMBERS:
+            with _disable_current_modes():
+                c0, c1, c2, c3 = map(fakes.from_tensor, counter)
+            counter = c0, c1, c2, c3
+        return original(counter, key)
+
+    return replaced(philox, ten_rounds=ten_rounds)
 
 
 class _Shards:

@@ -396,7 +396,7 @@ def test_instances_are_faster_by_saved_network_traffic():
             cost[row, kind] = cluster.seconds(group, count, 0)
         exposed[instances] = step_time(cost, 4, cluster).parts["data parallel"]
     ring, inside, across = 64e9 / (8 * device.nic), 64e9 / device.nvlink, 4e9 / device.nic
-    slowdown = device.interference  # per second of hidden exchange
+    slowdown = device.fitted.interference  # per second of hidden exchange
     assert exposed[1] == pytest.approx(4 * (ring - 0.5 + slowdown * 0.5))
     backward = 0.5 + slowdown * inside - 0.2
     assert exposed[8] == pytest.approx(4 * slowdown * inside + across - backward + slowdown * backward)
