@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, Optional, TypeVar
 
 from dit.errors import ConfigError, UserError
 
+Record = TypeVar("Record")
 LONGEST_FILE = 64 << 20  # bytes; records of runs and data sets are smaller
 PIECE = 1 << 20  # bytes read at a time
 DEEPEST = 100  # levels of nested lists and tables
@@ -157,6 +158,14 @@ def parse_json(text: str | bytes) -> Any:
             raise ValueError(TOO_DEEP)
         level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
     return value
+
+
+def read_own(path: Path, kind: Callable[..., Record]) -> Optional[Record]:
+    """Return an object from its fields in a JSON file of a run folder; None if it is missing or has another form."""
+    try:
+        return kind(**parse_json(read_bytes(path, follow=False)))
+    except (OSError, TypeError, ValueError):
+        return None
 
 
 def _integer(digits: str) -> int:
