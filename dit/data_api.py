@@ -250,10 +250,6 @@ class DataConfig(ABC):
         """
         return None
 
-    def epoch_samples(self) -> Optional[int]:
-        """Return the number of training samples; None where there is no such number."""
-        return None
-
     def attributions(self) -> list[str]:
         """Return the attribution lines to show with samples; empty if no licence requires one."""
         return []

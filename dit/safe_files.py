@@ -5,19 +5,18 @@ import io
 import json
 import math
 import os
-import posixpath
 import stat
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, Optional, TypeVar
 
 from dit.errors import ConfigError, UserError
 
+Record = TypeVar("Record")
 LONGEST_FILE = 64 << 20  # bytes; records of runs and data sets are smaller
 PIECE = 1 << 20  # bytes read at a time
 DEEPEST = 100  # levels of nested lists and tables
@@ -161,6 +160,14 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
+def read_own(path: Path, kind: Callable[..., Record]) -> Optional[Record]:
+    """Return an object from its fields in a JSON file of a run folder; None if it is missing or has another form."""
+    try:
+        return kind(**parse_json(read_bytes(path, follow=False)))
+    except (OSError, TypeError, ValueError):
+        return None
+
+
 def _integer(digits: str) -> int:
     if len(digits) > LONGEST_INTEGER:
         raise ValueError(f"an integer of {len(digits)} digits, which exceeds 64 bits")
@@ -181,32 +188,6 @@ def parse_yaml(text: str | bytes) -> Any:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(str(error)) from error
-
-
-@contextmanager
-def open_tar(source: Path | bytes) -> Iterator[dict[str, IO[bytes]]]:
-    """Yield the regular files in an uncompressed tar archive by name, open for reading; nothing is extracted.
-
-    Args:
-        source: a path, or the content of a file.
-
-    Raises:
-        OSError: the archive cannot be read.
-        ValueError: it is damaged, compressed, or has more than `MOST_MEMBERS` members.
-    """
-    with io.BytesIO(source) if isinstance(source, bytes) else open_binary(source) as file:
-        members: dict[str, IO[bytes]] = {}
-        try:
-            archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (it owns nothing)
-            for count, member in enumerate(archive, 1):
-                if count > MOST_MEMBERS:
-                    raise ValueError(f"an archive of more than {MOST_MEMBERS} members")
-                part = archive.extractfile(member) if member.isreg() and not member.issparse() else None
-                if part is not None:
-                    members[posixpath.normpath(member.name)] = part
-        except (tarfile.TarError, ArithmeticError, LookupError, RecursionError) as error:
-            raise ValueError(str(error) or type(error).__name__) from error
-        yield members
 
 
 def read_torch(source: Path | bytes | IO[bytes]) -> Any:

@@ -280,11 +280,6 @@ class EnergonData(ReaderSettings):
         train = {f"{path} ({TRAIN_SPLIT})": identity(path, TRAIN_SPLIT) for path in self._paths()}
         return {"path" if self.blend is None else "blend": train, "validation_split": held_out}
 
-    def epoch_samples(self) -> Optional[int]:
-        """Return the samples of the training split; None for a blend, whose members are read in other proportions."""
-        infos = self.folders(TRAIN_SPLIT)
-        return infos[0].samples if len(infos) == 1 else None
-
     def largest_sample(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
         """Return (t, h, w) in patches of a crop, or of the largest sample in `dataset.json` and of its references.
 

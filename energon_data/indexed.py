@@ -91,9 +91,6 @@ class Samples(ReaderSettings):
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         return not self.same_shape and (self.max_tokens_per_pack is not None or spec.micro_batch_size > 1)
 
-    def epoch_samples(self) -> int:
-        return len(self) - self.validation_samples
-
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         ranges = dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_ZERO)
         self.check_streams(micro_batches_per_step, packing_buffer_size=COUNT, max_text_tokens=COUNT, **ranges)

@@ -31,7 +31,7 @@ from dit.checkpoint.manifest import (
 )
 from dit.checkpoint.reading import find_checkpoint
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
-from dit.checkpoint.resume_check import changes, changes_scales, check_same_experiment, replaced_data
+from dit.checkpoint.resume_check import changes, check_same_experiment, replaced_data
 from dit.checkpoint.run_identity import join_run
 from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
 from dit.checkpoint.store import CheckpointStore
@@ -175,8 +175,6 @@ class Checkpointer:
         if state.groups.rank == 0:
             for change in differences:
                 logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change), LONGEST_CHANGE))
-            if changes_scales(differences, self.config):
-                logger.info("with training.fp8, another micro-batch has other scales, so losses change a little")
             if restarts_data:
                 logger.info("the data start afresh at step %d", manifest.step)
         self._load(state, folder, manifest)

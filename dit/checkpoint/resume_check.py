@@ -86,11 +86,6 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     return [change for name, part in parts.items() for change in _part_changes(name, saved.get(name, {}), part)]
 
 
-def changes_scales(all_changes: Sequence[Change], config: RunConfig) -> bool:
-    """Return whether the matrices of quantised products, which are those of a micro-batch, have another size."""
-    return config.training.fp8 is not None and "training.micro_batch_size" in [change.path for change in all_changes]
-
-
 def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance") -> Iterator[Change]:
     # Compare the class without its module: files move between versions.
     old_class, new_class = saved.get(CLASS_KEY, type(part).__name__).rpartition(".")[2], type(part).__name__

@@ -20,7 +20,7 @@ from typing import Optional
 from dit.durable_files import strict_json, write_atomic
 from dit.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_REASONS, EXIT_UNEXPECTED, UserError, exit_code
 from dit.monitoring.time_limit import started_at
-from dit.safe_files import parse_json, read_bytes
+from dit.safe_files import read_own
 from dit.terminal import echo
 
 logger = logging.getLogger(__name__)
@@ -203,10 +203,9 @@ def _root_outcome(run_dir: Path) -> Optional[Outcome]:
 
 
 def _read(path: Path) -> Optional[Outcome]:
-    try:
-        outcome = Outcome(**parse_json(read_bytes(path, follow=False)))
-    except (OSError, TypeError, ValueError):
-        return None  # deleted, or not one of our records
+    outcome = read_own(path, Outcome)
+    if outcome is None:
+        return None
     texts = outcome.reason, outcome.error or "", outcome.traceback or ""
     integers = outcome.code, outcome.rank, outcome.step or 0
     is_valid = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in integers)

@@ -28,7 +28,7 @@ from dit.errors import EXIT_UNEXPECTED
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.progress import format_duration
 from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES, newest_attempt
-from dit.safe_files import make_folder, open_to_append, parse_json, read_bytes
+from dit.safe_files import make_folder, open_to_append, read_own
 
 logger = logging.getLogger(__name__)
 
@@ -93,20 +93,13 @@ class Beat:
 
 def read_beats(run_dir: Path | str) -> dict[int, Beat]:
     """Return the newest beat of each rank of a run; unreadable files are skipped."""
-    beats = map(_read, Path(run_dir).glob(f"{FOLDER}/rank_*.json"))
+    beats = (read_own(path, Beat) for path in Path(run_dir).glob(f"{FOLDER}/rank_*.json"))
     return {beat.rank: beat for beat in beats if beat is not None}
 
 
 def read_beat(run_dir: Path | str, rank: int) -> Optional[Beat]:
     """Return the newest beat of a rank; None if there is none."""
-    return _read(Path(run_dir) / FOLDER / f"rank_{rank}.json")
-
-
-def _read(path: Path) -> Optional[Beat]:
-    try:
-        return Beat(**parse_json(read_bytes(path, follow=False)))
-    except (OSError, ValueError, TypeError):
-        return None
+    return read_own(Path(run_dir) / FOLDER / f"rank_{rank}.json", Beat)
 
 
 class Heartbeat:

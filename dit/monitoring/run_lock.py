@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 from dit.errors import BusyError, ConfigError, UserError
 from dit.monitoring.heartbeat import read_beat
-from dit.safe_files import open_regular, parse_json, read_bytes, refuse_links
+from dit.safe_files import open_regular, parse_json, read_own, refuse_links
 
 logger = logging.getLogger(__name__)
 
@@ -184,8 +184,5 @@ class RunLock:
 
     def _read(self) -> Optional[dict[str, Any]]:
         """Return the content of the file; None if it is missing or has another form."""
-        try:
-            holder = parse_json(read_bytes(self.path, follow=False))
-        except (OSError, ValueError):
-            return None
-        return holder if isinstance(holder, dict) and {"host", "pid", "started"} <= holder.keys() else None
+        holder = read_own(self.path, dict[str, Any])
+        return holder if holder is not None and {"host", "pid", "started"} <= holder.keys() else None

@@ -161,7 +161,6 @@ def mirrors_of(config: RunConfig, record: Mapping[str, Any], step: int) -> dict[
             name=logging.wandb_name,
             group=logging.wandb_group,
             artifacts=logging.wandb_artifacts,
-            epoch_samples=config.data.epoch_samples() if logging.wandb_artifacts else None,
         )
     return mirrors
 

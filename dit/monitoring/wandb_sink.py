@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Optional
 from urllib.parse import urlsplit
 
-from dit.checkpoint.manifest import read_manifest
 from dit.durable_files import write_atomic
 from dit.errors import on_a_screen
 from dit.media import open_image
@@ -36,9 +35,8 @@ class WandbSink(Sink):
     one for steps that a rewound or resumed run repeats.
 
     Args:
-        artifacts: upload each checkpoint as an artifact, named by step and epoch, from a copy that wandb makes
-            immediately; offline, only refer to its folder.
-        epoch_samples: training samples of an epoch; None if unknown.
+        artifacts: upload each checkpoint as an artifact, from a copy that wandb makes immediately; offline, only refer
+            to its folder.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class WandbSink(Sink):
         name: Optional[str] = None,
         group: Optional[str] = None,
         artifacts: bool = False,
-        epoch_samples: Optional[int] = None,
     ) -> None:
         folder = make_folder(Path(run_dir).resolve() / "wandb")
         # wandb takes these three folders from the environment only; by default they are in the home directory.
@@ -59,7 +56,7 @@ class WandbSink(Sink):
         import wandb  # two seconds, and only rank 0 needs it
 
         self._wandb = wandb
-        self._artifacts, self._epoch_samples = artifacts, epoch_samples
+        self._artifacts = artifacts
         settings = wandb.Settings(
             console="off",
             silent=True,
@@ -109,11 +106,8 @@ class WandbSink(Sink):
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         if not self._artifacts:
             return
-        fields, name = dict(metadata), f"checkpoint-{self._run.id}-step_{metadata['step']}"
-        if self._epoch_samples:
-            fields["epoch"] = round(read_manifest(path).meta["consumed_samples"] / self._epoch_samples, 2)
-            name += f"-epoch_{fields['epoch']}"
-        artifact = self._wandb.Artifact(name, "checkpoint", metadata=fields)
+        name = f"checkpoint-{self._run.id}-step_{metadata['step']}"
+        artifact = self._wandb.Artifact(name, "checkpoint", metadata=dict(metadata))
         if self._run.offline:
             artifact.add_reference(Path(path).resolve().as_uri(), checksum=False)  # no copy, and no hashing
         else:

@@ -7,6 +7,31 @@ from dit.settings import Fp8
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """Constants fitted to published step times by `python -m benchmarks.planned`.
+
+    Attributes:
+        hopper_matmul, hopper_attention: rates of H100 and H200.
+        blackwell_matmul, blackwell_attention: rates of B200; those of GB200 grow with its peak.
+        b300: rates of GB300 divided by those of GB200.
+        fp8_speedup: rate of matrix products in MXFP8 divided by that in bf16.
+        operation_seconds: time of an operation in addition to its work: launch, start and end of its kernels.
+        interference: share of a hidden exchange by which it slows down the computation.
+        jitter: standard deviation of a rank's time for a step, relative to its mean; see `slowest_of`.
+    """
+
+    hopper_matmul: float = 827e12
+    hopper_attention: float = 530e12
+    blackwell_matmul: float = 1690e12
+    blackwell_attention: float = 1020e12
+    b300: float = 1.29
+    fp8_speedup: float = 1.56
+    operation_seconds: float = 6.33e-6
+    interference: float = 0.181
+    jitter: float = 0.0183
+
+
+@dataclass(frozen=True)
 class Device:
     """Rates of one GPU and its links that training achieves.
 
@@ -18,10 +43,6 @@ class Device:
             times this.
         memory_bandwidth: bytes read and written per second by an element-wise kernel.
         nvlink, nic: bytes per second that a GPU sends inside its node, and to other nodes.
-        fp8_speedup: rate of matrix products in MXFP8 divided by that in bf16.
-        operation_seconds: time of an operation in addition to its work: launch, start and end of its kernels.
-        interference: share of a hidden exchange by which it slows down the computation.
-        jitter: standard deviation of a rank's time for a step, relative to its mean; see `slowest_of`.
     """
 
     name: str
@@ -34,33 +55,8 @@ class Device:
     nvlink: float
     nic: float
     node_size: int
-    fp8_speedup: float
-    operation_seconds: float
-    interference: float
-    jitter: float
+    fitted: Fitted
     quantises: bool = False
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Constants fitted to published step times by `python -m benchmarks.planned`.
-
-    Attributes:
-        hopper_matmul, hopper_attention: rates of H100 and H200.
-        blackwell_matmul, blackwell_attention: rates of B200; those of GB200 grow with its peak.
-        b300: rates of GB300 divided by those of GB200.
-        fp8_speedup, operation_seconds, interference, jitter: of all devices.
-    """
-
-    hopper_matmul: float = 827e12
-    hopper_attention: float = 530e12
-    blackwell_matmul: float = 1690e12
-    blackwell_attention: float = 1020e12
-    b300: float = 1.29
-    fp8_speedup: float = 1.56
-    operation_seconds: float = 6.33e-6
-    interference: float = 0.181
-    jitter: float = 0.0183
 
 
 MEMORY_SHARE = 0.92
@@ -126,10 +122,7 @@ def devices(fitted: Fitted) -> dict[str, Device]:
             nvlink=NVLINK_SHARE * nvlink,
             nic=nic,
             node_size=72 if name in RACKS else 8,
-            fp8_speedup=fitted.fp8_speedup,
-            operation_seconds=fitted.operation_seconds,
-            interference=fitted.interference,
-            jitter=fitted.jitter,
+            fitted=fitted,
         )
     return by_name
 

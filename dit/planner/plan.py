@@ -6,7 +6,7 @@ traced and multiplied. Memory, operations and traffic of the full depth and numb
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Optional
@@ -18,7 +18,7 @@ from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.pipeline import stages
 from dit.planner.job import Job
-from dit.planner.trace import trace
+from dit.planner.trace import Trace, trace
 from dit.settings import TrainingConfig
 from dit.tracing.counter import StepTrace, combined
 
@@ -54,13 +54,13 @@ class Probe:
     weight: float
 
 
-def plan(job: Job, dims: ParallelDims, *, tracer: Optional[Callable[[Sequence[Job]], list[StepTrace]]] = None) -> Plan:
+def plan(job: Job, dims: ParallelDims, *, tracer: Optional[Trace] = None) -> Plan:
     """Trace a step of a run on every kind of rank, without ranks, data or memory.
 
     Args:
         job: the step; its `rank`, `world_size` and `micro_batches` are replaced by those of each traced rank and of
             `dims`.
-        tracer: returns the traces of jobs; None for a new process.
+        tracer: None for a new process.
     """
     model, parallel, training = job.model, job.parallel, job.training
     sizes = model.megatron_sizes().num_layers

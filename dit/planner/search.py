@@ -53,7 +53,7 @@ from dit.planner.time import (
     slowest_of,
     step_time,
 )
-from dit.planner.trace import Requests, TracerPool
+from dit.planner.trace import Trace, TracerPool
 from dit.tracing.counter import PHASES, STATE, StepTrace, combined
 
 Numbers = npt.NDArray[np.float64]
@@ -116,11 +116,11 @@ class Priced:
         return sum(self.memory.values())
 
 
-def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, ParallelDims]] = ()) -> Requests[Costs]:
-    """Request traces of a stage shape with micro-batches of one and two samples, and of larger ones that fit."""
+def costs(problem: Problem, shape: Shape, trace: Trace, found: Sequence[tuple[Candidate, ParallelDims]] = ()) -> Costs:
+    """Trace a stage shape with micro-batches of one and two samples, and larger ones that fit."""
     with_shape = [(candidate, dims) for candidate, dims in found if candidate.shape == shape]
     with_shape.sort(key=lambda pair: -pair[0].micro_batch_size)
-    traced = yield from _traced(problem, shape, (1, 2))
+    traced = _traced(problem, shape, (1, 2), trace)
     while True:
         prices = Prices(problem, {shape: traced})
         larger = (pair for pair in with_shape if pair[0].micro_batch_size > traced.sizes[-1])
@@ -129,11 +129,11 @@ def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, Paral
             return traced
         last = traced.sizes[-1]
         step = LARGE_STEP if last * problem.tokens >= LARGE else STEP
-        traced = traced.and_then((yield from _traced(problem, shape, (min(most, step * last),))))
+        traced = traced.and_then(_traced(problem, shape, (min(most, step * last),), trace))
 
 
-def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[Costs]:
-    """Request traces of a stage shape with micro-batches of the given sizes."""
+def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...], trace: Trace) -> Costs:
+    """Trace a stage shape with micro-batches of the given sizes."""
     layout, model = _traced_layout(problem, shape), problem.model
     num_layers = model.megatron_sizes().num_layers
     one_each = replace(problem.training, global_batch_size=problem.world_size)
@@ -153,7 +153,7 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
     )
     jobs = probing(job, full, probes)
     packs = [problem.pack_of(samples, dims.token_multiple) for samples in sizes]
-    traces = yield [replace(job, pack=pack) for pack in packs for job in jobs]
+    traces = trace([replace(job, pack=pack) for pack in packs for job in jobs])
     del traces[:: len(jobs)]  # of jobs that fill caches
     weights = _ends_and_layer(model, [probe.stages for probe in probes], num_layers)
     cluster = problem.cluster(layout)
@@ -251,7 +251,7 @@ class Prices:
             seconds = self.traced[shape].of(self._sizes.num_layers, size)[0][MICRO_BATCH]
             seconds[[Kind.GATHER, Kind.REDUCE]] = 0.0
             times.append(sum(pass_parts(seconds, cluster).values()) / size)
-        delay = slowest_of(self.problem.world_size, self.problem.device.jitter)
+        delay = slowest_of(self.problem.world_size, self.problem.device.fitted.jitter)
         return (1 + delay) * shape.tensor * shape.context * min(times)
 
     def _costs(self, candidate: Candidate, layers: float) -> Costs:
@@ -334,9 +334,14 @@ def price_layouts(
     room = MEMORY_SHARE * problem.device.memory_bytes / MEMORY_ERROR
     prices, results, slower = Prices(problem, {}), list[Priced](), list[Shape]()
     found = shapes(layouts)
+
+    def traced_costs(shape: Shape, trace: Trace) -> Costs:
+        begin(shape)
+        return costs(problem, shape, trace, layouts)
+
     for size in sorted({_size(shape) for shape in found}):
         best = min((one.time.total for one in results if one.peak <= room), default=math.inf)
-        requests = {}
+        faster = list[Shape]()
         for shape in found:
             if _size(shape) != size:
                 continue
@@ -344,8 +349,8 @@ def price_layouts(
             if any(_extends(shape, other) for other in slower) or prices.shortest(shape) > best:
                 slower.append(shape)
             else:
-                requests[shape] = costs(problem, shape, layouts)
-        traced = tracers.run(requests, begin)
+                faster.append(shape)
+        traced = tracers.run(traced_costs, faster)
         prices = Prices(problem, {**prices.traced, **traced})
         results += [prices.of(candidate, dims) for candidate, dims in layouts if candidate.shape in traced]
     return results, [candidate for candidate, _ in layouts if candidate.shape in slower]

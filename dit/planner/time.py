@@ -146,7 +146,7 @@ def product_seconds(product: Product, device: Device) -> float:
     ```
     """
     batch, m, n, k, nbytes = product
-    rate = device.matmul_flops * (device.fp8_speedup if quantised_bytes(product, device) else 1)
+    rate = device.matmul_flops * (device.fitted.fp8_speedup if quantised_bytes(product, device) else 1)
     times = []
     for rows, columns, efficiency in TILES:
         for split in SPLITS:
@@ -171,7 +171,7 @@ def seconds_of(trace: StepTrace, cluster: Cluster, *, once: bool = False) -> Sec
     seconds[Kind.ATTENTION] = (work[ATTENTION] + work[BACKWARD] / ATTENTION_BACKWARD) / device.attention_flops
     quantised = sum(count * quantised_bytes(product, device) for product, count in trace.products.items())
     seconds[Kind.MEMORY] = (trace.moved_bytes + quantised) / device.memory_bandwidth
-    seconds[Kind.OPERATIONS] = work[OPS] * device.operation_seconds
+    seconds[Kind.OPERATIONS] = work[OPS] * device.fitted.operation_seconds
     for (collective, group), sent in trace.sent_bytes.items():
         kind = _kind(collective, "dp" if once and group != "tp" else group)
         seconds[kind] += cluster.seconds(group, sent, trace.calls[collective, group])
@@ -230,7 +230,7 @@ def exposed(exchanged: float, busy: float, cluster: Cluster) -> float:
     These are the seconds after the computation has ended, and those by which the exchange slows it down: its kernels
     occupy multiprocessors and the memory.
     """
-    return max(0.0, exchanged - busy) + cluster.device.interference * min(exchanged, busy)
+    return max(0.0, exchanged - busy) + cluster.device.fitted.interference * min(exchanged, busy)
 
 
 def slowest_of(ranks: int, jitter: float) -> float:
@@ -289,7 +289,7 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     parts["tensor parallel"] += cost[ONCE, Kind.TENSOR]
     computed = cost[ONCE:, [Kind.MEMORY, Kind.OPERATIONS]].sum() + cost[UPDATE, Kind.MATMUL]  # Muon has products
     parts["optimizer"] = float(computed) + _sent(cost[UPDATE])
-    parts["other"] = slowest_of(cluster.world_size, cluster.device.jitter) * sum(parts.values())
+    parts["other"] = slowest_of(cluster.world_size, cluster.device.fitted.jitter) * sum(parts.values())
     return StepTime({name: float(seconds) for name, seconds in parts.items()}, (float(forward), float(backward)))
 
 

@@ -27,29 +27,35 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.connection import wait
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from dit import philox
 from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
 from dit.errors import UserError
 from dit.patches import patches, replaced
+from dit.philox import Words
 from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
-from dit.tracing.numbers import numbers_without_values
 from dit.tracing.packs import PackShape
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
 
 if TYPE_CHECKING:
     from dit.planner.program import Program
+
+FEW_NUMBERS = 1 << 12
+"""Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -68,15 +74,15 @@ class Tracer:
         context: Any = multiprocessing.get_context("forkserver" if needs_server else "fork")
         if needs_server:
             context.set_forkserver_preload([__name__, "dit.planner.program"])
-        self.pipe, other_end = context.Pipe()
-        inherited = None if needs_server else self.pipe
+        self._pipe, other_end = context.Pipe()
+        inherited = None if needs_server else self._pipe
         self._process = context.Process(target=_trace_process, args=(other_end, inherited), daemon=True)
         self._process.start()
         other_end.close()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.pipe.close()
+        self._pipe.close()
         self._process.join()
 
     def __call__(self, jobs: Sequence[Job]) -> list[StepTrace]:
@@ -85,37 +91,30 @@ class Tracer:
 
     def run(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
         """Return the results of a function of a module for each job, computed in the process."""
-        self.send(function, jobs)
-        return cast("list[Result]", self.receive())
-
-    def send(self, function: Callable[[Job], Any], jobs: Sequence[Job]) -> None:
-        """Start the computation of `run`; once `pipe` is readable, `receive` returns its results."""
-        self.pipe.send((function, list(jobs)))
-
-    def receive(self) -> list[Any]:
-        """Wait for the results of jobs."""
+        self._pipe.send((function, list(jobs)))
         try:
-            result = self.pipe.recv()
+            result = self._pipe.recv()
         except EOFError:
             result = RuntimeError("the process that traces a step ended early; see its output above")
         if isinstance(result, Exception):
             raise result
-        return cast("list[Any]", result)
+        return cast("list[Result]", result)
 
 
-Requests = Generator[Sequence[Job], list[StepTrace], Result]
-"""Yields jobs, is sent their traces, and returns a result."""
+Trace = Callable[[Sequence[Job]], list[StepTrace]]
+"""Returns the traces of steps."""
 
 
 class TracerPool:
     """Processes that trace steps at the same time; traces are kept on disk, see `dit.planner.trace_cache`."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self._is_closed = size, False
 
     def __enter__(self) -> "TracerPool":
-        self._stack = contextlib.ExitStack()
-        self._tracers = [self._stack.enter_context(Tracer()) for _ in range(self.size)]
+        self._stack, self._free = contextlib.ExitStack(), SimpleQueue[Tracer]()
+        for _ in range(self.size):
+            self._free.put(self._stack.enter_context(Tracer()))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,52 +123,33 @@ class TracerPool:
 
     def __call__(self, jobs: Sequence[Job]) -> list[StepTrace]:
         """Trace steps, one after another; see `Tracer`."""
+        return self.run(lambda _, trace: trace(jobs), [""])[""]
 
-        def request() -> Requests[list[StepTrace]]:
-            return (yield jobs)
+    def run(self, function: Callable[[Key, Trace], Result], keys: Iterable[Key]) -> dict[Key, Result]:
+        """Return the result of a function for each key; a process serves one call until it returns."""
 
-        return self.run({"": request()}, lambda _: None)[""]
+        def called(key: Key) -> tuple[Key, Result]:
+            tracer = self._free.get()
+            try:
+                return key, function(key, functools.partial(self._traced, tracer))
+            finally:
+                self._free.put(tracer)
 
-    def run(self, requests: Mapping[Key, Requests[Result]], begin: Callable[[Key], None]) -> dict[Key, Result]:
-        """Return the result of each generator; a process serves one generator until it returns.
+        with ThreadPoolExecutor(self.size) as threads:
+            try:
+                return dict(threads.map(called, keys))
+            except BaseException:
+                self._is_closed = True
+                raise
 
-        Args:
-            begin: called with the key of a generator before its first job.
-        """
-        results: dict[Key, Result] = {}
-        remaining = iter(requests.items())
-        busy: dict[Any, tuple[Tracer, Key, Requests[Result], Sequence[Job]]] = {}
-
-        def start(tracer: Tracer) -> None:
-            for key, generator in remaining:
-                begin(key)
-                if not finished(tracer, key, generator, None):
-                    return
-
-        def finished(tracer: Tracer, key: Key, generator: Requests[Result], traces: Any) -> bool:
-            """Send the next jobs of a generator to its process; return whether it has no more jobs."""
-            while True:
-                try:
-                    jobs = generator.send(traces)
-                except StopIteration as end:
-                    results[key] = end.value
-                    return True
-                traces = read_traces(jobs)
-                if traces is None:
-                    tracer.send(trace_here, jobs)
-                    busy[tracer.pipe] = tracer, key, generator, jobs
-                    return False
-
-        for tracer in self._tracers:
-            start(tracer)
-        while busy:
-            for pipe in wait(list(busy)):
-                tracer, key, generator, jobs = busy.pop(pipe)
-                traces = tracer.receive()
-                write_traces(jobs, traces)
-                if finished(tracer, key, generator, traces):
-                    start(tracer)
-        return results
+    def _traced(self, tracer: Tracer, jobs: Sequence[Job]) -> list[StepTrace]:
+        if self._is_closed:
+            raise InterruptedError("another call failed, or was interrupted")
+        traces = read_traces(jobs)
+        if traces is None:
+            traces = tracer(jobs)
+            write_traces(jobs, traces)
+        return traces
 
 
 def trace(jobs: Sequence[Job]) -> list[StepTrace]:
@@ -268,7 +248,7 @@ class TracedRank:
             norms,
             _local_shards(),
             _watching_resizes(counter),
-            numbers_without_values(fakes),
+            _numbers_without_values(fakes),
             fakes,
         ):
             with counter:
@@ -309,6 +289,20 @@ def _without_values() -> Iterator[None]:
         replaced(nn.Module, to=lambda module, *_, **__: module),
     ):
         yield
+
+
+def _numbers_without_values(fakes: Any) -> contextlib.AbstractContextManager[None]:
+    """Replace large random draws by fake tensors: drawing numbers for all tokens takes seconds."""
+    original = philox.ten_rounds
+
+    def ten_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
+        if counter[0].numel() > FEW_NUMBERS:
+            with _disable_current_modes():
+                c0, c1, c2, c3 = map(fakes.from_tensor, counter)
+            counter = c0, c1, c2, c3
+        return original(counter, key)
+
+    return replaced(philox, ten_rounds=ten_rounds)
 
 
 class _Shards:

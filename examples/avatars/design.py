@@ -6,8 +6,10 @@ lie on the grid, so a part is a few sets of pixels, each with a colour and an op
 
 import base64
 import hashlib
+import io
 import os
 import re
+import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ import numpy as np
 
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError
-from dit.safe_files import open_tar, read_bytes
+from dit.safe_files import read_bytes
 
 ATTRIBUTION = "avatars drawn with the design Pixel Art by DiceBear (dicebear.com), CC0 1.0"
 RELEASE = "@dicebear/pixel-art 9.4.3"
@@ -105,8 +107,9 @@ def _pixels(path: str, even_odd: bool) -> np.ndarray:
 def _texts() -> dict[str, str]:
     """Return the JavaScript files of the package by their names in the archive; nothing is extracted."""
     decompressor = zlib.decompressobj(wbits=31)  # gzip
-    with open_tar(decompressor.decompress(_archive(), LARGEST)) as members:
-        return {name: file.read().decode() for name, file in members.items() if name.endswith(".js")}
+    with tarfile.open(fileobj=io.BytesIO(decompressor.decompress(_archive(), LARGEST))) as archive:
+        files = {member.name: archive.extractfile(member) for member in archive if member.name.endswith(".js")}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
 def _archive() -> bytes:

@@ -10,23 +10,19 @@ the run repeats it.
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Optional
-
-import yaml
 
 from dit.checkpoint.background.process import BackgroundProcess, connection_and_settings, serve
 from dit.checkpoint.background.remote import Copy, Owner, RemoteStore, copy_all
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
-from dit.safe_files import parse_yaml
 from dit.settings import CheckpointConfig
 
 logger = logging.getLogger(__name__)
@@ -48,7 +44,7 @@ class Copies:
         self.longest_s = self._began = 0.0
         self._requested: Optional[int] = None
         self._ordered: Optional[int] = None
-        settings = {"root": str(root), "config": asdict(config), "owner": yaml.safe_dump(asdict(owner))}
+        settings = {"root": str(root), "config": config, "owner": owner}
         self._process = BackgroundProcess(__name__, settings, [], "process that copies checkpoints")
 
     @property
@@ -124,20 +120,19 @@ def execute(
     return {"step": order["step"], "bytes": size, "error": error, "seconds": time.monotonic() - began}
 
 
-def end_with(control: socket.socket) -> None:
+def end_with(connection: Connection) -> None:
     """Exit when the training process closes its end of the connection."""
     closed = select.poll()
-    closed.register(control, select.POLLRDHUP)
+    closed.register(connection, select.POLLRDHUP)
     closed.poll()
     os._exit(0)
 
 
 def main() -> None:
     """Execute requests until the training process closes the connection or exits."""
-    control, settings = connection_and_settings()
-    threading.Thread(target=end_with, args=(control,), daemon=True).start()
-    config, owner = CheckpointConfig(**settings["config"]), Owner(**parse_yaml(settings["owner"]))
-    serve(control, partial(execute, root=settings["root"], config=config, owner=owner, recent_copies={}))
+    connection, settings = connection_and_settings()
+    threading.Thread(target=end_with, args=(connection,), daemon=True).start()
+    serve(connection, partial(execute, recent_copies={}, **settings))
 
 
 if __name__ == "__main__":

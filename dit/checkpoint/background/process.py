@@ -1,4 +1,4 @@
-"""Child processes of a training process that save during training: one line of JSON for each request and each reply.
+"""Child processes of a training process that save during training; they send a reply for each request.
 
 They start in milliseconds without torch, may be killed at any time, and block signals that a scheduler or a terminal
 sends to all processes of a run. They are started with `subprocess`: `multiprocessing` would import the main module, and
@@ -7,19 +7,18 @@ at exit wait for a child that is blocked on a disk.
 The processes of torch's `async_save` join the parts of the ranks by collectives, which wait for a rank that died.
 """
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from dit.child_processes import run_signals_blocked
 from dit.errors import CheckpointError
-from dit.safe_files import parse_json
 from dit.terminal import log_to_stderr
 
 
@@ -32,20 +31,20 @@ class BackgroundProcess:
 
     def __init__(self, module: str, settings: Mapping[str, Any], inherited: Sequence[int], purpose: str) -> None:
         self.purpose = purpose
-        self._module, self._settings, self._inherited = module, json.dumps(settings), inherited
-        self._replies = b""
+        self._module, self._settings, self._inherited = module, settings, inherited
         self._start()
 
     def _start(self) -> None:
-        self._control, remote_end = socket.socketpair()
+        self._connection, remote_end = Pipe()
         python = [sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions)]
         with remote_end, run_signals_blocked():
             self.process = subprocess.Popen(
-                [*python, "-m", self._module, str(remote_end.fileno()), self._settings],
+                [*python, "-m", self._module, str(remote_end.fileno())],
                 pass_fds=[remote_end.fileno(), *self._inherited],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.DEVNULL,
             )
+        self._connection.send(self._settings)
 
     @property
     def is_alive(self) -> bool:
@@ -54,26 +53,20 @@ class BackgroundProcess:
     def request(self, request: Mapping[str, Any]) -> None:
         """Send a request; does not wait."""
         try:
-            self._control.sendall(json.dumps(request).encode() + b"\n")
+            self._connection.send(request)
         except OSError as error:
             raise CheckpointError(self.ended()) from error
 
     def replies(self) -> list[dict[str, Any]]:
         """Return the replies received so far; does not wait."""
-        gone = False
-        while not gone:
-            try:
-                received = self._control.recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except OSError:
-                received = b""
-            self._replies += received
-            gone = not received
-        *lines, self._replies = self._replies.split(b"\n")
-        if gone and not lines:
-            raise CheckpointError(self.ended())
-        return [parse_json(line) for line in lines]
+        replies: list[dict[str, Any]] = []
+        try:
+            while self._connection.poll():
+                replies.append(self._connection.recv())
+        except (EOFError, OSError) as error:
+            if not replies:
+                raise CheckpointError(self.ended()) from error
+        return replies
 
     def ended(self) -> str:
         """Wait until the process has exited, and describe how it exited."""
@@ -87,34 +80,32 @@ class BackgroundProcess:
     def restart(self) -> None:
         """Kill the process and start another one."""
         self.process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)  # takes longer only if the process is blocked in the kernel, on a disk that hangs
-        self._control.close()
-        self._replies = b""
+        BackgroundProcess.close(
+            self, 1.0
+        )  # takes longer only if the process is blocked in the kernel, on a disk that hangs
         self._start()
 
     def close(self, timeout_s: float) -> None:
         """Let the process finish its requests and exit; wait at most `timeout_s` seconds."""
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_WR)
+        self._connection.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-        self._control.close()
 
 
-def connection_and_settings() -> tuple[socket.socket, dict[str, Any]]:
+def connection_and_settings() -> tuple[Connection, dict[str, Any]]:
     """Return, in the child, the connection to the training process and the settings of `BackgroundProcess`."""
     log_to_stderr()
-    return socket.socket(fileno=int(sys.argv[1])), parse_json(sys.argv[2])
+    connection = Connection(int(sys.argv[1]))
+    return connection, connection.recv()
 
 
-def serve(control: socket.socket, execute: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def serve(connection: Connection, execute: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Execute requests, and send the replies, until the training process closes the connection or exits."""
-    # The connection is reset if the training process exits before it reads all replies.
-    with suppress(ConnectionResetError), control, control.makefile("rb") as requests:
-        for line in requests:
-            if not line.endswith(b"\n"):
-                return  # truncated because the training process exited
-            reply = json.dumps(execute(parse_json(line))) + "\n"
-            with suppress(OSError):  # finish pending requests even if the training process is gone
-                control.sendall(reply.encode())
+    while True:
+        try:
+            request = connection.recv()
+        except (EOFError, OSError):  # the connection is reset if the training process exits before it reads all replies
+            return
+        reply = execute(request)
+        with suppress(OSError):  # finish pending requests even if the training process is gone
+            connection.send(reply)

@@ -25,12 +25,11 @@ import json
 import mmap
 import os
 import select
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import accumulate
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -110,7 +109,7 @@ class WriterProcess(BackgroundProcess):
             "root": str(root),
             "rank": rank,
             "world_size": world_size,
-            "config": asdict(config),
+            "config": config,
         }
         inherited = [self.memory.descriptor, *([lock] if lock >= 0 else [])]
         super().__init__(__name__, settings, inherited, f"writer process on rank {rank}")
@@ -146,16 +145,16 @@ class WriterProcess(BackgroundProcess):
 
 
 class Writer:
-    """Executes the requests of one training process in order; `config` has the fields of `CheckpointConfig`."""
+    """Executes the requests of one training process in order."""
 
     def __init__(
-        self, control: socket.socket, *, memory: int, root: str, rank: int, world_size: int, config: Mapping[str, Any]
+        self, connection: Connection, *, memory: int, root: str, rank: int, world_size: int, config: CheckpointConfig
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._closed = select.poll()
-        self._closed.register(control, select.POLLRDHUP)
+        self._closed.register(connection, select.POLLRDHUP)
         self._orphan_since: Optional[float] = None
-        self.store = CheckpointStore(root, CheckpointConfig(**config))
+        self.store = CheckpointStore(root, config)
         self._memory = memory
         self._mapped: Optional[mmap.mmap] = None
 
@@ -275,8 +274,8 @@ def _is_ordered(folder: Path, token: str) -> bool:
 
 def main() -> None:
     """Execute requests until the training process closes the connection or exits."""
-    control, settings = connection_and_settings()
-    serve(control, Writer(control, **settings).execute)
+    connection, settings = connection_and_settings()
+    serve(connection, Writer(connection, **settings).execute)
 
 
 if __name__ == "__main__":

@@ -369,7 +369,7 @@ def test_the_process_ends_with_its_training_process(bucket, copying):
     bucket.door = hanging(30.0)
     copies.copy(1)
     time.sleep(2.0)
-    copies._process._control.close()
+    copies._process._connection.close()
     assert copies._process.process.wait(5.0) == 0
 
 

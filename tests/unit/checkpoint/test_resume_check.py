@@ -12,7 +12,7 @@ import pytest
 import dit.models
 import dit.objectives
 import energon_data
-from dit.checkpoint.resume_check import EVERY, REPORTED, changes, changes_scales, check_same_experiment, replaced_data
+from dit.checkpoint.resume_check import EVERY, REPORTED, changes, check_same_experiment, replaced_data
 from dit.config_record import CLASS_KEY
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
@@ -20,7 +20,7 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Cosine
 from dit.run_config import RunConfig
-from dit.settings import OptimizerConfig, TrainingConfig
+from dit.settings import OptimizerConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -99,14 +99,6 @@ def test_each_changed_setting_is_reported_separately(data):
                     check_same_experiment(FOLDER, config.to_record(), other, [])
             for accepted in ([change.path], [part]):
                 assert check_same_experiment(FOLDER, config.to_record(), other, accepted) == [change]
-
-
-@pytest.mark.parametrize(("fp8", "size", "expected"), [("mxfp8", 2, True), ("mxfp8", 1, False), (None, 2, False)])
-def test_the_scales_of_quantised_products_change_with_the_micro_batch(fp8, size, expected):
-    saved = config_of(training=TrainingConfig(global_batch_size=2, fp8=fp8)).to_record()
-    training = TrainingConfig(global_batch_size=2, fp8=fp8, micro_batch_size=size, num_steps=7)
-    config = config_of(training=training)
-    assert changes_scales(check_same_experiment(FOLDER, saved, config, []), config) == expected
 
 
 def test_changed_settings_are_refused_or_accepted_as_the_table_states():

@@ -265,7 +265,8 @@ def test_an_orphaned_writer_does_not_wait_for_missing_parts(tmp_path, monkeypatc
     monkeypatch.setattr(writer_module, "ORPHAN_S", 0.2)
     ours, theirs = socket.socketpair()
     memory = SharedMemory()
-    alone = Writer(theirs, memory=memory.descriptor, root=str(tmp_path), rank=0, world_size=2, config={})
+    settings = {"root": str(tmp_path), "rank": 0, "world_size": 2, "config": CheckpointConfig()}
+    alone = Writer(theirs, memory=memory.descriptor, **settings)
     memory.reserve(100)
     memory.write(0, [b"{}"])
     ours.close()
@@ -352,7 +353,7 @@ def both_ranks(root, step, timeout_s=20.0):
             files.append([name, start, len(text)])
             start += len(text)
         settings = {"root": str(root), "rank": rank, "world_size": 2}
-        config = {"keep_last": 1, "save_timeout_s": timeout_s}
+        config = CheckpointConfig(keep_last=1, save_timeout_s=timeout_s)
         one = Writer(pairs[rank][1], memory=memory.descriptor, **settings, config=config)
         order = {"do": "save", "step": step, "token": f"token {step}", "files": files[:-1], "meta": files[-1][1:]}
         replies[rank] = one.execute(order)["error"]

@@ -80,10 +80,6 @@ def test_values_of_undeclared_conditions_are_reported() -> None:
     assert Scored().remarks(replace(SPEC, conditions=(*SPEC.conditions, SCORE))) == []
 
 
-def test_an_epoch_has_all_samples_that_are_not_held_out() -> None:
-    assert Numbers(count=20, validation_samples=3).epoch_samples() == 17
-
-
 @dataclass(kw_only=True)
 class Stored(Samples):
     """Pictures of one class and height in memory, which are counted when they are read."""

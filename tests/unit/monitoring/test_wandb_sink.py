@@ -132,9 +132,8 @@ def keep_wandb_in(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("offline", [False, True])
-@pytest.mark.parametrize("epoch_samples", [400, None])
-def test_checkpoints_are_uploaded_if_wandb_is_online(tmp_path, monkeypatch, offline, epoch_samples):
-    """All files are uploaded from a copy, which stays if the checkpoint is deleted; the name has step and epoch."""
+def test_checkpoints_are_uploaded_if_wandb_is_online(tmp_path, monkeypatch, offline):
+    """All files are uploaded from a copy, which stays if the checkpoint is deleted; the name has the step."""
     wandb = pytest.importorskip("wandb")
     folder = tmp_path / "checkpoints" / "iter_0000030"
     (folder / "part").mkdir(parents=True)
@@ -145,11 +144,11 @@ def test_checkpoints_are_uploaded_if_wandb_is_online(tmp_path, monkeypatch, offl
     monkeypatch.setattr(wandb, "init", lambda **arguments: run)
     WandbSink(tmp_path, "test", {}).artifact(folder, {"step": 30})
     assert run.artifacts == []  # off by default
-    sink = WandbSink(tmp_path, "test", {}, artifacts=True, epoch_samples=epoch_samples)
+    sink = WandbSink(tmp_path, "test", {}, artifacts=True)
     sink.artifact(folder, {"step": 30, "held_out_loss": 0.5})
     (artifact,) = run.artifacts
-    assert artifact.name.split(":")[0] == "checkpoint-x-step_30" + ("-epoch_2.25" if epoch_samples else "")
-    assert artifact.metadata == {"step": 30, "held_out_loss": 0.5, **({"epoch": 2.25} if epoch_samples else {})}
+    assert artifact.name.split(":")[0] == "checkpoint-x-step_30"
+    assert artifact.metadata == {"step": 30, "held_out_loss": 0.5}
     entries = artifact.manifest.entries
     if offline:
         expected = {(folder / name).as_uri() for name in (MANIFEST, "part/weights.bin")}

@@ -12,9 +12,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.update import Update
 from dit.parallel.dims import ParallelConfig
 from dit.planner.job import Job
-from dit.planner.trace import trace_here
+from dit.planner.trace import FEW_NUMBERS, trace_here
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.tracing.numbers import FEW_NUMBERS
 from dit.tracing.packs import PackShape
 from tests.support import ranks
 

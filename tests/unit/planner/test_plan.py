@@ -235,17 +235,15 @@ def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_dis
     def job(seed, micro_batches):
         return Job(*parts, TrainingConfig(seed=seed), PACK, micro_batches=micro_batches)
 
-    def request(seed):
-        first = yield [job(seed, 1)]
-        return first + (yield [job(seed, 2), job(seed, 3)])
+    def request(seed, trace):
+        return trace([job(seed, 1)]) + trace([job(seed, 2), job(seed, 3)])
 
     def run(seeds):
-        begun = []
         with TracerPool(2) as tracers:
-            return tracers.run({seed: request(seed) for seed in seeds}, begun.append), begun
+            return tracers.run(request, seeds)
 
-    results, begun = run([1, 2, 3])
-    assert begun == sorted(results) == [1, 2, 3]
+    results = run([1, 2, 3])
+    assert list(results) == [1, 2, 3]
     expected = one_tracer([job(1, 1)]) + one_tracer([job(1, 2), job(1, 3)])
     for steps in results.values():
         assert [step.flops for step in steps] == [step.flops for step in expected]
@@ -253,8 +251,8 @@ def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_dis
     stored = sorted(tmp_path.rglob("*.json"))
     assert len(stored) == 6
     sent = []
-    monkeypatch.setattr(Tracer, "send", lambda self, function, jobs: sent.append(jobs) or 1 / 0)
-    assert run([1, 2, 3])[0] == results
+    monkeypatch.setattr(Tracer, "run", lambda self, function, jobs: sent.append(jobs) or 1 / 0)
+    assert run([1, 2, 3]) == results
     with pytest.raises(ZeroDivisionError):
         run([4])
     stored[0].write_text("[{}]")

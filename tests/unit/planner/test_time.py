@@ -109,7 +109,7 @@ def test_times_are_counts_divided_by_rates():
     assert found[Kind.MATMUL] == pytest.approx(3 * LARGE_S)
     assert found[Kind.ATTENTION] == pytest.approx((1 + 1 / ATTENTION_BACKWARD) * 535e12 / H100.attention_flops)
     assert found[Kind.MEMORY] == pytest.approx(1)
-    assert found[Kind.OPERATIONS] == pytest.approx(5 * H100.operation_seconds)
+    assert found[Kind.OPERATIONS] == pytest.approx(5 * H100.fitted.operation_seconds)
     assert found[Kind.TENSOR] == pytest.approx(340e9 / H100.nvlink + 1000 * LATENCY_S)
     assert found[Kind.RING] == pytest.approx(34e9 / H100.nvlink)
 
@@ -141,7 +141,7 @@ def test_mxfp8_speeds_up_wide_products_and_quantises_their_factors():
     wide = Product(1, m, n, k, 2 * (m * k + k * n + m * n))
     narrow = Product(1, 8, n, k, 2 * (8 * k + k * n + 8 * n))
     quantised = with_fp8(H100, "mxfp8")
-    assert product_seconds(wide, quantised) == pytest.approx(product_seconds(wide, H100) / H100.fp8_speedup)
+    assert product_seconds(wide, quantised) == pytest.approx(product_seconds(wide, H100) / H100.fitted.fp8_speedup)
     assert product_seconds(narrow, quantised) == product_seconds(narrow, H100)
     trace = StepTrace(products={wide: 2, narrow: 5})
     memory = [seconds_of(trace, replace(CLUSTER, device=device))[Kind.MEMORY] for device in (H100, quantised)]
@@ -157,7 +157,7 @@ def test_ring_exchanges_overlap_attention_to_other_keys(ring, exposed):
 
 
 @pytest.mark.parametrize(
-    ("exchanged", "expected"), [(2.0, 2.0 * H100.interference), (4.0, 1.0 + 3.0 * H100.interference)]
+    ("exchanged", "expected"), [(2.0, 2.0 * H100.fitted.interference), (4.0, 1.0 + 3.0 * H100.fitted.interference)]
 )
 def test_an_exchange_slows_down_overlapped_computation(exchanged, expected):
     seconds = np.zeros(len(Kind))
@@ -190,15 +190,15 @@ def cost(reduce=0.0, gather=0.0):
     ("overlap", "expected"),
     [
         ((False, False), 5.0 + 4.0),
-        ((True, False), 3.0 + 2.0 * H100.interference + 4.0),
-        ((True, True), 3.0 + 2.0 * H100.interference + 3.0 + 1.0 * H100.interference),
+        ((True, False), 3.0 + 2.0 * H100.fitted.interference + 4.0),
+        ((True, True), 3.0 + 2.0 * H100.fitted.interference + 3.0 + 1.0 * H100.fitted.interference),
     ],
 )
 def test_gradients_overlap_one_backward_pass_and_weights_one_forward_pass(overlap, expected):
     layout = ParallelConfig(overlap_grad_reduce=overlap[0], overlap_param_gather=overlap[1])
     time = step_time(cost(reduce=5.0, gather=4.0), 7, Cluster(H100, 8, layout))
     assert time.parts["data parallel"] == pytest.approx(expected)
-    assert time.total == pytest.approx((7 * 3.0 + expected) * (1 + slowest_of(8, H100.jitter)))
+    assert time.total == pytest.approx((7 * 3.0 + expected) * (1 + slowest_of(8, H100.fitted.jitter)))
     assert tuple(time.parts) == PARTS
 
 
