@@ -83,9 +83,6 @@ class TokenStack(Backbone, Generic[Config]):
             if any(i in self.middle for i in stage.layers):
                 self.routing = TokenRouting(config, provider, attention)
 
-    def sum_over_context_ranks(self, x: Tensor) -> Tensor:
-        return self.provider.sum_over_context_ranks(x)
-
     def align(self, projection: Projection, provider: LayerProvider) -> None:
         if projection.layer - 1 in self.stage.layers:
             sizes = self.model_config.hidden_size, projection.hidden_size, projection.features

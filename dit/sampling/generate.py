@@ -15,15 +15,12 @@ from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Network, Objective
+from dit.objectives.base import ConditionalNetwork, Network, Objective
 from dit.patchify import grid_positions, split_outputs
 from dit.sampling.guidance import combine, guided_columns, guided_prediction, threshold, within
 from dit.sampling.solvers import Churn, solve
 from dit.sampling.teacher_token import network_inputs, state_noise, token_features
 from dit.settings import SamplingConfig
-
-ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
-"""Maps (inputs_TC, time_S, batch) to a prediction; a backbone."""
 
 
 @dataclass(frozen=True)
