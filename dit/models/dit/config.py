@@ -43,10 +43,6 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
         interval_conditioning: condition on the length t - r of the interval (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
-
-    Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720; teacher's token: Wu et al. 2025 (REG),
-    arXiv:2507.01467; wide head: Zheng et al. 2025 (RAE), arXiv:2510.11690; value residual: Bhanded 2025 (SR-DiT),
-    arXiv:2512.12386.
     """
 
     num_layers: int = ranged(12, LAYERS)
