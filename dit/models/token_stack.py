@@ -32,7 +32,6 @@ from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
     ClassTokens,
     from_previous_stage,
-    join_leading,
     last_leading,
     shard_tokens,
     to_next_stage,
@@ -124,7 +123,8 @@ class TokenStack(Backbone, Generic[Config]):
             layout, (positions_T3,) = shard_tokens(joint, self.provider, pack.positions_T3)
             if self.teacher_token is not None:
                 token_SD = self.teacher_token(batch.conditions[TEACHER_TOKEN.name].values.to(x_TD.dtype))
-                x_TD = join_leading(joint.text.per_token(token_SD), x_TD, joint, self.provider)
+                x_TD = joint.join(joint.text.per_token(token_SD), unshard_tokens(x_TD, self.provider))
+                _, (x_TD,) = shard_tokens(joint, self.provider, x_TD)
         inputs = self.layer_inputs(cond_SD, positions_T3, layout, pack)
         aligned = self.aligned_layer if TEACHER.name in batch.conditions else None
         weights: tuple[Tensor, ...] = ()
