@@ -1,7 +1,7 @@
 """Settings of token routing."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
@@ -57,6 +57,8 @@ class TokenRouted(TransformerModelConfig):
         routing: which tokens skip which layers; None if all layers see all tokens.
     """
 
+    supports = Supports(fixed_packs=True)
+
     routing: Optional[RoutingConfig] = None
 
     def validate(self) -> None:
@@ -72,10 +74,6 @@ class TokenRouted(TransformerModelConfig):
     @property
     def draws_in_training(self) -> bool:
         return self.routing is not None
-
-    @property
-    def supports(self) -> Supports:
-        return replace(super().supports, fixed_packs=self.routing is None)
 
     @property
     def uncut_layers(self) -> range:
