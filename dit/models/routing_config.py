@@ -6,7 +6,6 @@ from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
-from dit.models.base import Supports
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import LAYERS_OR_ZERO, SHARE, SHARE_BELOW_1, check_ranges, check_unused, ranged
 
@@ -56,8 +55,6 @@ class TokenRouted(TransformerModelConfig):
     Attributes:
         routing: which tokens skip which layers; None if all layers see all tokens.
     """
-
-    supports = Supports(fixed_packs=True)
 
     routing: Optional[RoutingConfig] = None
 

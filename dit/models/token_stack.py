@@ -26,8 +26,8 @@ from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.rope import Rotation
-from dit.layers.alignment import AlignmentHead, with_columns
 from dit.layers.conditioner import Conditioner
+from dit.layers.heads import AlignmentHead, with_columns
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
     ClassTokens,
