@@ -1,11 +1,12 @@
 """Settings of token routing."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
+from dit.models.base import Supports
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import LAYERS_OR_ZERO, SHARE, SHARE_BELOW_1, check_ranges, check_unused, ranged
 
@@ -71,6 +72,10 @@ class TokenRouted(TransformerModelConfig):
     @property
     def draws_in_training(self) -> bool:
         return self.routing is not None
+
+    @property
+    def supports(self) -> Supports:
+        return replace(super().supports, fixed_packs=self.routing is None)
 
     @property
     def uncut_layers(self) -> range:

@@ -65,7 +65,8 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         aligned = self.class_tokens is None
         alike = aligned and self.teacher_token_size is None
         compiled = alike and self.wide_head is None
-        supports = Supports(pipeline=not self.value_residual, fixed_packs=self.teacher_token_size is None)
+        fixed_packs = super().supports.fixed_packs and self.teacher_token_size is None
+        supports = replace(super().supports, pipeline=not self.value_residual, fixed_packs=fixed_packs)
         return replace(supports, levels=alike, split_texts=alike, aligned=aligned, compiled=compiled)
 
     def conditions(self) -> tuple[Condition, ...]:

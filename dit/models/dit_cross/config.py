@@ -1,6 +1,6 @@
 """Settings of the DiT with text cross-attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from dit.models.base import Supports
@@ -20,8 +20,10 @@ class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted, ControlConditioned)
         adaln_lora_rank: rank of the modulations; None for full matrices.
     """
 
-    supports = Supports(aligned=True, compiled=True, fixed_packs=True)
-
     add_bias: bool = False
     adaln_lora_rank: Optional[int] = ranged(None, WIDTH)
     position_embedding: Positions = "sincos_3d"
+
+    @property
+    def supports(self) -> Supports:
+        return replace(super().supports, aligned=True, compiled=True)
