@@ -48,7 +48,7 @@ class PatchGAN:
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """Sizes of the projection of hidden states to the features of a teacher, see `dit.layers.alignment`.
+    """Sizes of the projection of hidden states to the features of a teacher, see `dit.layers.heads`.
 
     Args:
         layer: number of layers before the projection.

@@ -3,7 +3,6 @@
 from dit.condition_table import AUGMENTATION
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
-from dit.models.routing_config import TokenRouted
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig, TrainingConfig
@@ -55,7 +54,7 @@ def check_alignment(objective: Objective, model: ModelConfig) -> None:
             f"model.teacher_token_size={token} and objective.alignment.features={projection.features} must be equal, "
             "because the class token is aligned, too; use the width of the teacher for both"
         )
-    middle = model.middle_layers if isinstance(model, TokenRouted) else range(0)
+    middle: range = getattr(model, "middle_layers", range(0))
     if projection.layer - 1 in middle:
         raise ConfigError(
             f"{setting} sees only some of the tokens, because model.routing skips layers {middle.start + 1} to "

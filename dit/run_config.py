@@ -13,7 +13,6 @@ from dit.errors import CheckpointError, ConfigError
 from dit.fixed_packs import PackMaxima
 from dit.models.base import ModelConfig
 from dit.models.conditioned import ClassConditioned, TextConditioned
-from dit.models.routing_config import TokenRouted
 from dit.models.stdit.config import STDiTConfig
 from dit.objective_checks import check_alignment, check_intervals, check_outputs
 from dit.objectives.base import Objective
@@ -265,7 +264,7 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
 def _faults_of_graphs(config: RunConfig, spec: BatchSpec) -> Iterator[str]:
     """Yield the settings with which no CUDA graph can repeat steps, with reason and cure."""
     parallel, training, beta1 = config.parallel, config.training, config.optimizer.beta1
-    if isinstance(config.model, TokenRouted) and config.model.routing is not None:
+    if getattr(config.model, "routing", None) is not None:
         yield "model.routing, because it computes tables of the kept tokens from lengths; use model.routing=none"
     if (maxima := config.fixed_packs(spec)) is not None:
         cure = "data without data.max_tokens_per_pack, of one shape or with data.bucket_by_shape=True"

@@ -143,10 +143,9 @@ def jit_b16_imagenet() -> run.Partial:
     """JiT-B/16 (131 M) on ImageNet pixels, 256 px: one GPU or more.
 
     The network predicts the clean picture, and the loss is the error of the velocity. The paper reports FID 4.37 after
-    200 epochs and 3.66 after 600, with guidance. Deviations: the published network has sine-cosine positions in
-    addition to the rotary ones; the time here is 1 minus that of the paper, also as input of the network; gate and
-    value: see lightningdit_xl_imagenet. The published sampler divides by at least 0.05, so its last step ends before
-    the clean picture that the network predicts; here it ends there.
+    200 epochs and 3.66 after 600, with guidance. Deviations: positions, time, gate and value, see
+    lightningdit_xl_imagenet. The published sampler divides by at least 0.05, so its last step ends before the clean
+    picture that the network predicts; here it ends there.
 
     Source: Li and He 2025, arXiv:2511.13720, and its published code.
     """
@@ -170,10 +169,8 @@ def rit_xl_imagenet() -> run.Partial:
     The network predicts the clean features, and the loss is the error of the velocity. The authors report FID 1.45
     after 800 epochs without guidance, and 1.14 with. The 667,200 steps take 117 hours on 8 H100 (planned, 631 ms each).
     The network also predicts the noised class token of DINOv2-S, which the samples store, normalised as the features.
-    Deviations: the published network has sine-cosine positions in addition to the rotary ones; its time is 1 minus the
-    time here; its class token passes no LayerNorm, its output layer for that token starts with random weights, and in
-    sampling that token starts at the mean of the patches' noise. Gate and value, and the end of sampling: see
-    jit_b16_imagenet.
+    Deviations: those of jit_b16_imagenet; the class token of the published network passes no LayerNorm, its output
+    layer for that token starts with random weights, and a drawn token starts at the mean of the patches' noise.
 
     Source: Zhang et al. 2026, arXiv:2605.21981, and the published code.
     """
@@ -217,11 +214,10 @@ def sr_dit_b1_imagenet() -> run.Partial:
     of the teacher (`energon_data.prepare --teacher`). The author reports FID 3.49 after 400,000 steps (80 epochs)
     without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.9 hours
     (planned, 26 ms each). The network also predicts the noised class token of DINOv2-B (REG), and mixes the values of
-    the first attention into later ones. Deviations: the published network (140 M with its projection) has sine-cosine
-    positions in addition to the rotary ones, and RMSNorms without weights, one of them on the class token instead of
-    a LayerNorm; the class token of some samples skips the middle layers, and the path of a whole batch is dropped; the
-    vector in place of dropped tokens starts at zero. Samples here are drawn by Heun's method instead of 250
-    Euler-Maruyama steps.
+    the first attention into later ones. Deviations: positions, see lightningdit_xl_imagenet; the published network (140
+    M with its projection) has RMSNorms without weights, one of them on the class token instead of a LayerNorm; the
+    class token of some samples skips the middle layers, and the path of a whole batch is dropped; the vector in place
+    of dropped tokens starts at zero. Samples here are drawn by Heun's method instead of 250 Euler-Maruyama steps.
 
     Source: Bhanded 2025, arXiv:2512.12386, and the published code.
     """

@@ -22,21 +22,21 @@ sqrt(out / in) / sqrt(max(out, in)), divided by its value at the base width.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Optional
 
 import torch
 from torch import Tensor, nn
 
-from dit.backends.init import Init, init_of, with_init
+from dit.backends.init import init_of, with_init
 from dit.backends.provider import LINEAR_CLASSES
 from dit.backends.sharding import Matrices, sharding_of
 
 
 @dataclass(frozen=True)
 class WidthFactors:
-    """Factors of one parameter, relative to the model at the base width: of its initial values and of its rate."""
+    """Factors of one parameter relative to the base width: of its initial values, and of its rate by algorithm."""
 
     init: float = 1.0
     adamw: float = 1.0
@@ -54,10 +54,9 @@ def linear_factors(shape: torch.Size, base: torch.Size, matrices: Optional[Matri
         matrices: the matrices that it stores; None if AdamW updates it.
     """
     outputs, inputs = (Fraction(size, base_size) for size, base_size in zip(shape, base))
-    muon = 1.0 if matrices is None else math.sqrt(_squared_rate(shape, matrices) / _squared_rate(base, matrices))
-    if inputs == 1:
-        return WidthFactors(muon=muon)
-    return WidthFactors(float(1 / inputs) if outputs == 1 else math.sqrt(1 / inputs), float(1 / inputs), muon)
+    adamw = float(1 / inputs)
+    muon = adamw if matrices is None else math.sqrt(_squared_rate(shape, matrices) / _squared_rate(base, matrices))
+    return WidthFactors(adamw if outputs == 1 else math.sqrt(1 / inputs), adamw, muon)
 
 
 def _squared_rate(shape: torch.Size, matrices: Matrices) -> Fraction:
@@ -82,8 +81,7 @@ def set_width(model: nn.Module, base: nn.Module, tp_size: int) -> None:
             shape = torch.Size(sharding.global_shape(parameter.shape, tp_size))
             factors = linear_factors(shape, base_parameter.shape, sharding.matrices)
         init = init_of(base_parameter, name)
-        scale = init.scale if init.kind == "constant" else init.scale * factors.init
-        with_init(parameter, Init(init.kind, scale))
+        with_init(parameter, replace(init, scale=init.scale * factors.init))
         parameter.width_factors = factors  # type: ignore[attr-defined]
 
 
@@ -96,5 +94,4 @@ def rate_factor(parameter: Tensor, *, muon: bool) -> float:
     """
     parameter = getattr(parameter, "orig_param", parameter)
     factors: WidthFactors = getattr(parameter, "width_factors", UNCHANGED)
-    by_muon = factors != UNCHANGED and muon and sharding_of(parameter).matrices is not None
-    return factors.muon if by_muon else factors.adamw
+    return factors.muon if muon else factors.adamw

@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import pickle
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Optional
@@ -168,7 +167,13 @@ class Checkpointer:
         with usable(folder / MANIFEST):
             replaced = replaced_data(manifest.meta.get(DATA, {}), state.data or {})
         with usable(folder / CONFIG_FILE):
-            _check_lengths(folder, saved["training"].get("ema_sigma_rel") or [], self.config)
+            lengths, stored = self.config.training.ema_sigma_rel or [], saved["training"].get("ema_sigma_rel") or []
+            if missing := [length for length in lengths if length not in stored]:
+                cure = json.dumps(stored, separators=(",", ":")) if stored else None
+                raise CheckpointError(
+                    f"training.ema_sigma_rel={lengths}, but {folder} has no power-function averages of lengths "
+                    f"{missing}; set training.ema_sigma_rel={cure} or start in a new training.run_dir"
+                )
             accepted = self.config.checkpoint.accept_changes or []
             differences = check_same_experiment(folder, saved, self.config, accepted, replaced)
         restarts_data = any(change.restarts_data for change in differences)
@@ -208,17 +213,6 @@ class Checkpointer:
             state.step = manifest.step
             state.consumed_samples = int(manifest.meta["consumed_samples"])
             state.held_out = manifest.held_out
-
-
-def _check_lengths(folder: Path, saved: Sequence[float], config: RunConfig) -> None:
-    """Check that a checkpoint has a power-function average of each length that the run averages over."""
-    lengths = config.training.ema_sigma_rel or []
-    if missing := [length for length in lengths if length not in saved]:
-        cure = json.dumps(saved, separators=(",", ":")) if saved else None
-        raise CheckpointError(
-            f"training.ema_sigma_rel={lengths}, but {folder} has no power-function averages of lengths {missing}; set "
-            f"training.ema_sigma_rel={cure} or start in a new training.run_dir"
-        )
 
 
 def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:

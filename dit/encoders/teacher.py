@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from dit.encoders.pretrained import load_network, load_without_code
+from dit.encoders.pretrained import load_network, load_without_code, recorded_name
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
 from dit.hub import check_hub
@@ -48,7 +48,9 @@ class Teacher:
             self._side, self._mean, self._std = config.patch_size, MEAN, STD
             self._first = 1 + getattr(config, "num_register_tokens", 0)
             kind = getattr(transformers, KINDS[config.model_type])
-            model = load_network(kind, f"teacher {name!r}", **_source(name), dtype=self.dtype)
+            model = load_network(
+                kind, f"teacher {name!r}", pretrained_model_name_or_path=recorded_name(name), dtype=self.dtype
+            )
         else:
             self._side, self._mean, self._std = EFFICIENTNET_STRIDE, (127 / 255,) * 3, (128 / 255,) * 3
             model = load_efficientnet("--teacher")
@@ -95,12 +97,6 @@ def load_efficientnet(flag: str) -> Any:
     return network.eval().requires_grad_(False)
 
 
-def _source(name: str) -> dict[str, Any]:
-    folder = Path(name).expanduser()
-    is_local = folder.is_dir()
-    return {"pretrained_model_name_or_path": str(folder) if is_local else name, "local_files_only": is_local}
-
-
 def check_teacher(name: str) -> None:
     """Check that a teacher is installed, or that its class is supported."""
     if name == EFFICIENTNET:
@@ -114,9 +110,11 @@ def config_of(name: str) -> Any:
     """Return the configuration of a teacher of a supported class."""
     from transformers import AutoConfig
 
-    if not (source := _source(name))["local_files_only"]:
+    if not Path(source := recorded_name(name)).is_dir():
         check_hub(name)
-    config = load_without_code(AutoConfig, f"the configuration of teacher {name!r}", **source)
+    config = load_without_code(
+        AutoConfig, f"the configuration of teacher {name!r}", pretrained_model_name_or_path=source
+    )
     if config.model_type not in KINDS:
         raise ConfigError(f"teacher {name!r} is a {config.model_type}; supported kinds are {', '.join(KINDS)}")
     return config

@@ -23,14 +23,14 @@ from dit.encoders.text import empty_texts, load_text_encoders
 from dit.errors import ConfigError
 from dit.inference.sizes import check_size
 from dit.levels import first_frames_clean, unmasked_clean, with_levels
+from dit.objectives.base import ConditionalNetwork
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig, check_levels, check_references
-from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each, of_pack, steps_of
+from dit.sampling.generate import LowNoise, empty_pack, generate_each, of_pack, steps_of, token_features
 from dit.sampling.references import add_references
-from dit.sampling.teacher_token import token_features
 from dit.sampling.tiles import TiledNetwork
 from dit.settings import SamplingConfig, TrainingConfig
 

@@ -117,11 +117,6 @@ def with_leading(batch: PackedBatch, count: int, provider: LayerProvider) -> tup
     return replace(batch, layout=joint, positions_T3=joint.join(zeros_K3, batch.positions_T3)), joint
 
 
-def join_leading(rows_KD: Tensor, x_TD: Tensor, joint: JointLayout, provider: LayerProvider) -> Tensor:
-    """Insert leading tokens before the local tokens, with their shards under sequence parallelism."""
-    return shard_tokens(joint, provider, joint.join(rows_KD, unshard_tokens(x_TD, provider)))[1][0]
-
-
 def last_leading(rows_KD: Tensor, joint: JointLayout) -> Tensor:
     """Return the last leading token of each sample, `[S, D]`, from all leading tokens `[K, D]`."""
     samples, count = joint.text.num_samples, joint.text.lengths[0]

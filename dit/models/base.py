@@ -1,7 +1,7 @@
 """The interface of backbones: their settings, what they support, and the network."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
@@ -322,6 +322,8 @@ class Backbone(nn.Module, ABC):
     """
     compiled_units: tuple[type[nn.Module], ...] = ()
     """Classes of layers that `training.kernels=compile` compiles; empty for those of `fsdp_units`."""
+    sum_over_context_ranks: Callable[[Tensor], Tensor]
+    """Sums a tensor over the ranks that have other tokens of the same samples."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -356,10 +358,6 @@ class Backbone(nn.Module, ABC):
 
     def set_input_tensor(self, input_tensor: Tensor | list[Optional[Tensor]] | None) -> None:
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-
-    def sum_over_context_ranks(self, x: Tensor) -> Tensor:
-        """Sum a tensor over the ranks that have other tokens of the same samples."""
-        return x
 
     def units(self) -> Iterator[nn.Module]:
         """Iterate over the layers in `fsdp_units`, first to last."""

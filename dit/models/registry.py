@@ -66,6 +66,7 @@ def build_backbone(config: ModelConfig, provider: LayerProvider, attention: Atte
             "network, or set `model_path` in the class"
         )
     backbone: Backbone = _load(path)(config, provider, attention, stage)
+    backbone.sum_over_context_ranks = provider.sum_over_context_ranks
     if config.adapters is not None:
         add_adapters(backbone, config.adapters, provider)
     return backbone

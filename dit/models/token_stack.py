@@ -26,13 +26,12 @@ from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import PendingResidual
 from dit.kernels.rope import Rotation
-from dit.layers.alignment import AlignmentHead, with_columns
 from dit.layers.conditioner import Conditioner
+from dit.layers.heads import AlignmentHead, with_columns
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
     ClassTokens,
     from_previous_stage,
-    join_leading,
     last_leading,
     shard_tokens,
     to_next_stage,
@@ -83,9 +82,6 @@ class TokenStack(Backbone, Generic[Config]):
             if any(i in self.middle for i in stage.layers):
                 self.routing = TokenRouting(config, provider, attention)
 
-    def sum_over_context_ranks(self, x: Tensor) -> Tensor:
-        return self.provider.sum_over_context_ranks(x)
-
     def align(self, projection: Projection, provider: LayerProvider) -> None:
         if projection.layer - 1 in self.stage.layers:
             sizes = self.model_config.hidden_size, projection.hidden_size, projection.features
@@ -127,7 +123,8 @@ class TokenStack(Backbone, Generic[Config]):
             layout, (positions_T3,) = shard_tokens(joint, self.provider, pack.positions_T3)
             if self.teacher_token is not None:
                 token_SD = self.teacher_token(batch.conditions[TEACHER_TOKEN.name].values.to(x_TD.dtype))
-                x_TD = join_leading(joint.text.per_token(token_SD), x_TD, joint, self.provider)
+                x_TD = joint.join(joint.text.per_token(token_SD), unshard_tokens(x_TD, self.provider))
+                _, (x_TD,) = shard_tokens(joint, self.provider, x_TD)
         inputs = self.layer_inputs(cond_SD, positions_T3, layout, pack)
         aligned = self.aligned_layer if TEACHER.name in batch.conditions else None
         weights: tuple[Tensor, ...] = ()

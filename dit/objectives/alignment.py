@@ -1,13 +1,11 @@
 """Representation alignment: hidden states of the network predict features of a frozen teacher."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dit.auxiliary import Projection
-from dit.condition_table import TEACHER
-from dit.conditions import Condition
 from dit.layout import SequenceLayout
 from dit.objectives.losses import Term
 from dit.ranges import POSITIVE, check_ranges, ranged
@@ -33,11 +31,6 @@ class Alignment(Projection):
 
     def __post_init__(self) -> None:
         check_ranges("objective.alignment", self)
-
-    @property
-    def condition(self) -> Condition:
-        """The features that samples store."""
-        return replace(TEACHER, shape=(self.features,))
 
     def weight_L(self, sample_weight_L: Tensor, step_1: Tensor) -> Tensor:
         """Return the weight of each noise level's term after the number of completed steps, int64 `[1]`."""

@@ -22,6 +22,8 @@ from dit.objectives.losses import Term, TokenLossKind, UncertaintyWeighting, tok
 
 Network = Callable[[Tensor, Tensor], Tensor]
 """Maps inputs_TC and time_S to the raw prediction_TC."""
+ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
+"""Maps (inputs_TC, time_S, batch) to a prediction; a backbone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +157,9 @@ class Objective(ABC):
         """Corrupt a packed micro-batch; noise levels increase with `noise.level_S()`, or `level_L()`."""
 
     def complete(
-        self, network: Network, unconditional: Network, prepared: Prepared, layout: SequenceLayout
+        self, network: ConditionalNetwork, prepared: Prepared, batch: PackedBatch, conditions: Sequence[Condition]
     ) -> Prepared:
-        """Return `prepared` with targets that need further passes of the network, without gradients.
-
-        `unconditional` is the network with all conditions of `Condition.dropout` dropped.
-        """
+        """Return `prepared` with targets that need further passes of the network, which has these conditions."""
         return prepared
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:

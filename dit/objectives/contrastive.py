@@ -47,9 +47,10 @@ class ContrastiveFlowMatching(FlowMatching):
         return (*super().terms, "contrast")
 
     def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
-        if num_samples(batch.grids) == 1:
+        grids = [grid for grid in batch.grids if any(grid)]  # `dit.fixed_packs` fills a pack with empty samples
+        if len(grids) == 1:
             return batch
-        indices_T = to_device(negative_tokens(batch.layout, batch.grids), batch.latents_TC.device)
+        indices_T = to_device(negative_tokens(batch.layout, grids), batch.latents_TC.device)
         negative = per_latent_token(batch.latents_TC[indices_T])
         return replace(batch, conditions=batch.conditions | {NEGATIVE: negative})
 
@@ -75,11 +76,6 @@ class ContrastiveFlowMatching(FlowMatching):
         return {**terms, "contrast": Term(error_T, -self.contrast_weight * prepared.weight_S)}
 
 
-def num_samples(grids: Sequence[Grid]) -> int:
-    """Return the number of samples without the empty ones, with which `dit.fixed_packs` fills a pack."""
-    return sum(map(any, grids))
-
-
 def negative_tokens(layout: SequenceLayout, grids: Sequence[Grid]) -> Tensor:
     """Return the index of a token of the negative for each token of a global pack of at least two samples, int64 `[T]`.
 
@@ -87,10 +83,10 @@ def negative_tokens(layout: SequenceLayout, grids: Sequence[Grid]) -> Tensor:
     the tokens of reference pictures have no loss, so they keep their own index.
     """
     indices_T = torch.arange(layout.total_tokens)
-    for sample in range(count := num_samples(grids)):
+    for sample, grid in enumerate(grids):
         start, neighbour = layout.starts[sample], sample ^ 1
-        other = neighbour if neighbour < count else sample - 1
-        t, h, w = (torch.arange(n) * m // n for n, m in zip(grids[sample], grids[other]))
+        other = neighbour if neighbour < len(grids) else sample - 1
+        t, h, w = (torch.arange(n) * m // n for n, m in zip(grid, grids[other]))
         _, height, width = grids[other]
         tokens = (t[:, None, None] * height + h[:, None]) * width + w
         indices_T[start : start + tokens.numel()] = layout.starts[other] + tokens.flatten()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
-from dit.condition_table import TEACHER_TOKEN
+from dit.condition_table import TEACHER, TEACHER_TOKEN
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
@@ -113,7 +113,7 @@ class FlowMatching(Objective):
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        return () if self.alignment is None else (self.alignment.condition,)
+        return () if self.alignment is None else (replace(TEACHER, shape=(self.alignment.features,)),)
 
     def _check_shift(self) -> None:
         points = self.shift_by_tokens
@@ -210,8 +210,6 @@ class FlowMatching(Objective):
         )
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
-        if self.alignment is None and self.teacher_token_weight is None:
-            return super().loss_terms(prediction_TC, prepared, layout)
         start, token_SF = prepared.target_TC.shape[1], prepared.teacher_target_SF
         terms = super().loss_terms(prediction_TC[:, :start], prepared, layout)
         if token_SF is not None and self.teacher_token_weight is not None:

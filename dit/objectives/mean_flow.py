@@ -1,6 +1,7 @@
 """MeanFlow: the network predicts the average velocity over a time interval, so that a few solver steps suffice."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
+from dit.conditions import Condition
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Network, Prepared, sample_weights, shared_level
+from dit.objectives.base import ConditionalNetwork, Network, Prepared, sample_weights, shared_level
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import Term
 from dit.ranges import INSIDE_0_1, SHARE, Range, check_unused, ranged
@@ -87,20 +89,21 @@ class MeanFlow(FlowMatching):
 
     @torch.no_grad()
     def complete(
-        self, network: Network, unconditional: Network, prepared: Prepared, layout: SequenceLayout
+        self, network: ConditionalNetwork, prepared: Prepared, batch: PackedBatch, conditions: Sequence[Condition]
     ) -> Prepared:
         """Guide the velocity v, and subtract (t - r) du/dt, the derivative along v."""
         inputs_TC, time_S2, velocity_TC = prepared.inputs_TC, prepared.time_S, prepared.target_TC
         if (w := self.guidance_scale) > 1:
             instant_S2 = time_S2 * time_S2.new_tensor([1.0, 0.0])
-            velocity_TC = w * velocity_TC + (1 - w) * unconditional(inputs_TC, instant_S2).float()
+            dropped = replace(batch, conditions=batch.conditions.unconditional(conditions, batch.layout))
+            velocity_TC = w * velocity_TC + (1 - w) * network(inputs_TC, instant_S2, dropped).float()
         if self.instant_share == 1:
             return replace(prepared, target_TC=velocity_TC)
         ahead_TC, behind_TC = (
-            network(inputs_TC + h * velocity_TC, time_S2 + h) for h in (self.difference, -self.difference)
+            network(inputs_TC + h * velocity_TC, time_S2 + h, batch) for h in (self.difference, -self.difference)
         )
         slope_TC = (ahead_TC - behind_TC) / (2 * self.difference)
-        return replace(prepared, target_TC=velocity_TC - layout.per_token(time_S2[:, 1]) * slope_TC)
+        return replace(prepared, target_TC=velocity_TC - batch.layout.per_token(time_S2[:, 1]) * slope_TC)
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         terms = super().loss_terms(prediction_TC, prepared, layout)

@@ -36,21 +36,18 @@ class Weight:
     """A weight that Muon updates.
 
     Attributes:
+        shape: the unsharded shape.
         parts: part of each rank of the group that has one.
         sources: ranks whose parts make up the weight, without copies.
         owner: the rank that computes the direction.
     """
 
     name: str
+    shape: tuple[int, ...]
     matrices: Matrices
     parts: Mapping[int, Part]
     sources: Sequence[int]
     owner: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The unsharded shape."""
-        return self.parts[self.owner].shape
 
 
 def operations(shape: Sequence[int], matrices: Matrices) -> int:
@@ -70,13 +67,14 @@ def assign(tables: Sequence[Mapping[str, tuple[Part, Matrices]]]) -> list[Weight
         for name, (part, own) in table.items():
             parts.setdefault(name, {})[rank] = part
             matrices[name] = own
-    costs = {name: operations(next(iter(parts[name].values())).shape, matrices[name]) for name in parts}
+    shapes = {name: next(iter(of_ranks.values())).shape for name, of_ranks in parts.items()}
+    costs = {name: operations(shape, matrices[name]) for name, shape in shapes.items()}
     loads, weights = [0] * len(tables), []
     for name in sorted(parts, key=lambda name: (-costs[name], name)):
         owner = min(parts[name], key=lambda rank: (loads[rank], rank))
         loads[owner] += costs[name]
         first = {parts[name][rank]: rank for rank in (*reversed(parts[name]), owner)}
-        weights.append(Weight(name, matrices[name], parts[name], sorted(first.values()), owner))
+        weights.append(Weight(name, shapes[name], matrices[name], parts[name], sorted(first.values()), owner))
     return weights
 
 

@@ -1,4 +1,10 @@
-"""Generate latents with a trained network: a dense pack of samples, guidance, a solver."""
+"""Generate latents with a trained network: a dense pack of samples, guidance, a solver.
+
+With the class token of a teacher (`model.teacher_token_size`), the solver's state has the token as more columns, with
+equal numbers in all rows of a sample, so that solvers denoise it together with the latent:
+
+    state    [ latent of the row | class token of its sample ]    one row for each token of the latent
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,21 +15,17 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.condition_table import LOW_RESOLUTION
-from dit.conditions import Value, check_given, pack_conditions
+from dit.condition_table import LOW_RESOLUTION, TEACHER_TOKEN
+from dit.conditions import Value, check_given, pack_conditions, per_sample
 from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Network, Objective
+from dit.objectives.base import ConditionalNetwork, Network, Objective
 from dit.patchify import grid_positions, split_outputs
 from dit.sampling.guidance import combine, guided_columns, guided_prediction, threshold, within
 from dit.sampling.solvers import Churn, solve
-from dit.sampling.teacher_token import network_inputs, state_noise, token_features
 from dit.settings import SamplingConfig
-
-ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
-"""Maps (inputs_TC, time_S, batch) to a prediction; a backbone."""
 
 
 @dataclass(frozen=True)
@@ -275,3 +277,27 @@ def generate_each(
         churn=Churn.of(sampling),
     )
     return batch.unpatchified(keep_clean(x0_TC, batch)[:, :channels], *spec.patch)
+
+
+def token_features(spec: BatchSpec) -> int:
+    """Return the width of the class token; 0 if the model has none."""
+    condition = spec.condition(TEACHER_TOKEN.name)
+    return 0 if condition is None or condition.shape is None else condition.shape[0]
+
+
+def state_noise(noise: AddressedNoise, purpose: str, channels: int, features: int) -> Tensor:
+    """Draw standard normal noise for the `channels` of a latent and the `features` of a class token, float32."""
+    noise_TC = noise.normal_TC(purpose, channels)
+    if not features:
+        return noise_TC
+    token_SF = noise.normal_SC(f"{purpose} {TEACHER_TOKEN.name}", features, repeated=False)
+    return torch.cat([noise_TC, noise.layout.per_token(token_SF)], 1)
+
+
+def network_inputs(state_TC: Tensor, channels: int, pack: PackedBatch) -> tuple[Tensor, PackedBatch]:
+    """Split a state into latents and a pack with the class token of each sample."""
+    if state_TC.shape[1] == channels:
+        return state_TC, pack
+    token_SF = state_TC[pack.layout.tensor(pack.layout.starts), channels:]
+    conditions = pack.conditions | {TEACHER_TOKEN.name: per_sample(token_SF)}
+    return state_TC[:, :channels], replace(pack, conditions=conditions)

@@ -24,8 +24,8 @@ from dit.batch import PackedBatch
 from dit.conditions import Conditions, Entry
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
+from dit.objectives.base import ConditionalNetwork
 from dit.patchify import grid_positions
-from dit.sampling.generate import ConditionalNetwork
 
 
 def tile_starts(side: int, tile: int, overlap: int) -> list[int]:

@@ -38,22 +38,6 @@ def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfi
     return replace(batch, conditions=batch.conditions.drop(model.conditions(), noise.uniform_S, batch.layout))
 
 
-def completed(
-    objective: Objective,
-    network: Callable[..., Tensor],
-    prepared: Prepared,
-    batch: PackedBatch,
-    model: ModelConfig,
-) -> Prepared:
-    """Return a prepared batch with the targets that need further passes of the network: see `Objective.complete`."""
-
-    def unconditional(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-        conditions = batch.conditions.unconditional(model.conditions(), batch.layout)
-        return network(inputs_TC, time_S, replace(batch, conditions=conditions))
-
-    return objective.complete(lambda x_TC, time_S: network(x_TC, time_S, batch), unconditional, prepared, batch.layout)
-
-
 @dataclass(frozen=True)
 class TrainingForwardStep:
     """The forward step of optimizer step `step` for Megatron-Core's schedules.
@@ -80,7 +64,7 @@ class TrainingForwardStep:
             batch = replace(batch, draw_keys_S=noise.keys_S("dropout"))
         prepared = self.objective.prepare(batch, noise)
         batch = prepared.noised(batch)
-        prepared = completed(self.objective, network, prepared, batch, model)
+        prepared = self.objective.complete(network, prepared, batch, model.conditions())
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
         prepared = replace(prepared, sum_over_ranks=get_attr_wrapped_model(network, "sum_over_context_ranks"))
         return prediction_TC, partial(self._loss, prepared, batch)

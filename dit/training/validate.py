@@ -13,7 +13,6 @@ from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import Term
 from dit.patchify import split_outputs
-from dit.step.forward_step import completed
 
 NUM_BUCKETS = 4
 NUM_TIMES = 8
@@ -147,7 +146,7 @@ def _loss_terms(
     batch = objective.augment(batch, model.conditions(), noise, draw=True)
     prepared = objective.prepare(batch, noise)
     batch = prepared.noised(batch)
-    prepared = completed(objective, network, prepared, batch, model)
+    prepared = objective.complete(network, prepared, batch, model.conditions())
     prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
     outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
     return objective.loss_terms(outputs_TC, prepared, batch.layout)

@@ -340,10 +340,7 @@ BACKBONES = {
     "edm2_unet": Row(
         recipe="tiny_edm2",
         quick=("distributed2",),
-        other={
-            **{"block_out_channels": [8, 16], "layers_per_block": 2, "attention_levels": [0, 1]},
-            **{"head_size": 4, "dropout": 0.5},
-        },
+        other={"block_out_channels": [8, 16], "layers_per_block": 2, "attention_levels": [0, 1], "head_size": 4},
         objective=EDM(),
     ),
     "ldm_unet": Row(

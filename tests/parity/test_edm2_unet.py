@@ -90,7 +90,6 @@ def test_pictures_that_cannot_be_halved_are_refused(build_model: BuildModel) -> 
         ({"attention_levels": [4]}, r"attention_levels=\[4\]"),
         ({"attention_levels": [3, 3]}, "names a level twice"),
         ({"block_out_channels": [32, 96], "attention_levels": []}, r"levels \[1\] .* multiples of model.head_size=64"),
-        ({"dropout": 1.0}, "dropout=1.0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict, says: str) -> None:

@@ -5,7 +5,6 @@ import torch
 
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.mean_flow import MeanFlow
-from dit.step.forward_step import completed
 from tests.conftest import BuildModel
 from tests.parity.test_dit import config, rows_of
 from tests.parity.weights import copy_weights, reference_gradients, reference_of
@@ -42,7 +41,7 @@ def test_target_loss_and_gradients_equal_those_of_the_paper(
     noise = AddressedNoise(7, 0, batch.sample_ids_S, batch.layout)
     objective = MeanFlow(instant_share=0.3, difference=difference, guidance_scale=guidance, adaptive_power=power)
     prepared = objective.prepare(batch, noise)
-    targets = completed(objective, model, prepared, batch, model_config)
+    targets = objective.complete(model, prepared, batch, model_config.conditions())
     total, count, _ = objective.loss(model(prepared.inputs_TC, prepared.time_S, batch), targets, batch.layout)
     (total / count).backward()
 

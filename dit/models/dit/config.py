@@ -43,10 +43,6 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
         interval_conditioning: condition on the length t - r of the interval (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
-
-    Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720; teacher's token: Wu et al. 2025 (REG),
-    arXiv:2507.01467; wide head: Zheng et al. 2025 (RAE), arXiv:2510.11690; value residual: Bhanded 2025 (SR-DiT),
-    arXiv:2512.12386.
     """
 
     num_layers: int = ranged(12, LAYERS)
@@ -88,10 +84,23 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
             if value := getattr(self, name):
                 where, cure = f"with model.{name}={value}", f"leave model.{name} out"
                 check_unused("model", self, others, where, cure, "is not supported")
-        if self.class_tokens is not None:
-            self._check_class_tokens(self.class_tokens)
-        if self.wide_head is not None:
-            self._check_wide_head(self.wide_head)
+        if (tokens := self.class_tokens) is not None:
+            if self.num_classes is None:
+                raise ConfigError(
+                    f"model.class_tokens={tokens} needs classes; set model.num_classes, or model.class_tokens=null"
+                )
+            if len(tokens) != 2 or tokens[0] < 1 or not 0 <= tokens[1] < self.num_layers:
+                raise ConfigError(
+                    f"model.class_tokens={tokens} must be a count of at least 1 and the index of the first layer with "
+                    f"these tokens, below model.num_layers={self.num_layers}, such as [32,4]"
+                )
+        if (head := self.wide_head) is not None:
+            if len(head) != 3 or head[1] % head[2]:
+                raise ConfigError(
+                    f"model.wide_head={head} must be a number of layers, their width, and a number of heads that "
+                    "divides it, such as [2,2048,16]"
+                )
+            self.head_layers().validate()
         if self.value_residual and (0 in self.middle_layers or self.num_layers == 1):
             raise ConfigError(
                 "model.value_residual=True needs a first layer that has the tokens of all later layers: "
@@ -111,22 +120,3 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         axes = self.rope_axes and [features * (size // heads) // self.head_size for features in self.rope_axes]
         sizes = {"hidden_size": size, "num_attention_heads": heads, "ffn_hidden_size": inner, "rope_axes": axes}
         return replace(self, wide_head=None, value_residual=False, routing=None, lora=None, num_layers=layers, **sizes)  # type: ignore[arg-type]
-
-    def _check_wide_head(self, numbers: list[int]) -> None:
-        if len(numbers) != 3 or numbers[1] % numbers[2]:
-            raise ConfigError(
-                f"model.wide_head={numbers} must be a number of layers, their width, and a number of heads that "
-                "divides it, such as [2,2048,16]"
-            )
-        self.head_layers().validate()
-
-    def _check_class_tokens(self, numbers: list[int]) -> None:
-        if self.num_classes is None:
-            raise ConfigError(
-                f"model.class_tokens={numbers} needs classes; set model.num_classes, or model.class_tokens=null"
-            )
-        if len(numbers) != 2 or numbers[0] < 1 or not 0 <= numbers[1] < self.num_layers:
-            raise ConfigError(
-                f"model.class_tokens={numbers} must be a count of at least 1 and the index of the first layer with "
-                f"these tokens, below model.num_layers={self.num_layers}, such as [32,4]"
-            )

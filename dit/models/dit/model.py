@@ -16,11 +16,8 @@ from dit.layers.tokens import ClassTokens, embed_patches
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
-from dit.models.dit.layer import DiTLayer
-from dit.models.dit.wide_head import WideHead
+from dit.models.dit.layer import DiTLayer, WideHead
 from dit.models.token_stack import TokenStack
-
-TEACHER_EPSILON = 1e-6  # of the layer norm of the teacher's token, in the code of REG
 
 
 class DiT(TokenStack[DiTConfig]):
@@ -62,7 +59,7 @@ class DiT(TokenStack[DiTConfig]):
         if stage.first and self.teacher_features:
             features = self.teacher_features
             linear = provider.replicated_linear(features, size, bias=True, init=xavier_uniform(features, size))
-            layer_norm = LayerNorm(size, provider, eps=TEACHER_EPSILON)
+            layer_norm = LayerNorm(size, provider, eps=1e-6)  # as in the code of REG
             self.teacher_token = nn.Sequential(OrderedDict(linear=linear, norm=layer_norm))
         self.bottleneck = None
         if stage.first:

@@ -7,7 +7,7 @@ from dit.errors import ConfigError
 from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned
 from dit.models.transformer_config import check_numbers
-from dit.ranges import LAYERS, SHARE_BELOW_1, WIDTH, check_ranges, ranged, whole
+from dit.ranges import LAYERS, WIDTH, check_ranges, ranged, whole
 
 
 @dataclass(kw_only=True)
@@ -21,7 +21,6 @@ class EDM2UNetConfig(ClassConditioned):
         layers_per_block: residual blocks at each resolution down; one more up.
         attention_levels: levels whose blocks have attention, counted from 0 at the full size.
         head_size: features per attention head.
-        dropout: dropout rate in residual blocks; counter-based.
     """
 
     supports = PICTURES
@@ -32,7 +31,6 @@ class EDM2UNetConfig(ClassConditioned):
     layers_per_block: int = ranged(3, LAYERS)
     attention_levels: list[int] = field(default_factory=lambda: [2, 3])
     head_size: int = ranged(64, WIDTH)
-    dropout: float = ranged(0.0, SHARE_BELOW_1)
 
     @property
     def halvings(self) -> int:
@@ -46,10 +44,6 @@ class EDM2UNetConfig(ClassConditioned):
     def condition_size(self) -> int:
         """Width of the conditioning vector."""
         return max(self.block_out_channels)
-
-    @property
-    def draws_in_training(self) -> bool:
-        return self.dropout > 0
 
     @property
     def head_sizes(self) -> frozenset[int]:

@@ -17,7 +17,6 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.unit_rms import unit_rms
 from dit.layers.convolution import picture_layout
-from dit.layers.dropout import Dropout
 from dit.layers.picture_blocks import pictures_of, tokens_of
 from dit.models.edm2_unet.config import EDM2UNetConfig
 
@@ -100,10 +99,9 @@ class Block(nn.Module):
     up      resample -+-> branch ---+--> attention -> limit
                       '-> shortcut -+
 
-    branch: SiLU, convolution, scale by the vector, SiLU, dropout, convolution.
+    branch: SiLU, convolution, scale by the vector, SiLU, convolution.
 
     Args:
-        number: number of this block in its network, for dropout.
         way: which half of the network the block is in.
         resample: whether a block down halves the picture, and a block up doubles it.
     """
@@ -116,7 +114,6 @@ class Block(nn.Module):
         provider: LayerProvider,
         attention: Attention,
         *,
-        number: int,
         way: Way,
         resample: bool = False,
         attends: bool = False,
@@ -127,18 +124,17 @@ class Block(nn.Module):
         self.convolution_1 = UnitWeight(outputs if way == "down" else inputs, outputs, provider, size=3)
         self.condition = UnitWeight(config.condition_size, outputs, provider)
         self.gain = provider.parameter((1,), ZEROS, dtype=torch.float32)
-        self.dropout = Dropout(config.dropout, number)
         self.convolution_2 = UnitWeight(outputs, outputs, provider, size=3)
         self.attention = SelfAttention(outputs, config.head_size, provider, attention) if attends else None
 
-    def forward(self, x_NCHW: Tensor, cond_NE: Tensor, dropout_N: Optional[Tensor]) -> Tensor:
+    def forward(self, x_NCHW: Tensor, cond_NE: Tensor) -> Tensor:
         if self.resample:
             x_NCHW = avg_pool2d(x_NCHW, 2) if self.way == "down" else interpolate(x_NCHW, scale_factor=2)
         if self.way == "down":
             x_NCHW = unit_rms(self.shortcut(x_NCHW), 1)
         scale_NC = 1 + self.condition(cond_NE, self.gain)
         y_NCHW = self.convolution_1(mp_silu(x_NCHW)) * scale_NC[:, :, None, None]
-        y_NCHW = self.convolution_2(self.dropout(mp_silu(y_NCHW), dropout_N))
+        y_NCHW = self.convolution_2(mp_silu(y_NCHW))
         if self.way == "up":
             x_NCHW = self.shortcut(x_NCHW)
         x_NCHW = mp_sum(x_NCHW, y_NCHW, RESIDUAL_SHARE)

@@ -1,7 +1,6 @@
 """The EDM2 UNet: a magnitude-preserving network for pictures or latents of classes."""
 
 import math
-from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +41,13 @@ class EDM2UNet(Backbone):
     def __init__(self, config: EDM2UNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
         self.config, self.side_multiple = provider.config, config.side_multiple
-        channels, width, numbers = config.block_out_channels, config.condition_size, count()
+        channels, width = config.block_out_channels, config.condition_size
         x = self.noise_features = channels[0]
         self.noise = UnitWeight(x, width, provider)
         self.label = None if config.num_classes is None else UnitWeight(config.num_classes + 1, width, provider)
 
         def block(inputs: int, outputs: int, way: Way, *, resample: bool = False, attends: bool = False) -> Block:
-            arguments = inputs, outputs, config, provider, attention
-            return Block(*arguments, number=next(numbers), way=way, resample=resample, attends=attends)
+            return Block(inputs, outputs, config, provider, attention, way=way, resample=resample, attends=attends)
 
         self.first = UnitWeight(config.token_channels + 1, x, provider, size=3)
         self.down, self.up, skips = nn.ModuleList(), nn.ModuleList(), [x]
@@ -81,16 +79,15 @@ class EDM2UNet(Backbone):
             )
         frames = len(x_NCHW) // batch.layout.num_samples
         cond_NE = self._condition(time_S, batch).repeat_interleave(frames, 0)
-        keys_N = None if batch.draw_keys_S is None else batch.draw_keys_S.repeat_interleave(frames)
         x_NCHW = self.first(pad(x_NCHW, (0, 0, 0, 0, 0, 1), value=1.0))  # the channel of ones replaces biases
         skips = [x_NCHW]
         for block in self.down:
-            skips.append(block(skips[-1], cond_NE, keys_N))
+            skips.append(block(skips[-1], cond_NE))
         x_NCHW = skips[-1]
         for block in self.middle:
-            x_NCHW = block(x_NCHW, cond_NE, keys_N)
+            x_NCHW = block(x_NCHW, cond_NE)
         for block in self.up:
-            x_NCHW = block(x_NCHW if block.resample else mp_cat(x_NCHW, skips.pop()), cond_NE, keys_N)
+            x_NCHW = block(x_NCHW if block.resample else mp_cat(x_NCHW, skips.pop()), cond_NE)
         return as_tokens(self.last(x_NCHW, self.gain), batch)
 
     def _condition(self, time_S: Tensor, batch: PackedBatch) -> Tensor:

@@ -115,9 +115,6 @@ class Streams(Backbone):
                 modulated=config.approximator_sizes is None,
             )
 
-    def sum_over_context_ranks(self, x: Tensor) -> Tensor:
-        return self.provider.sum_over_context_ranks(x)
-
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         provider = self.provider
         time_L = 1 - time_S if self.model_config.reversed_time else time_S

@@ -20,12 +20,11 @@ from transformers import (
 )
 
 from dit.batch import PackedBatch, pixel_values
-from dit.condition_table import TEACHER_TOKEN
+from dit.condition_table import TEACHER, TEACHER_TOKEN
 from dit.conditions import Condition
 from dit.data_api import BatchSpec
 from dit.encoders.teacher import Teacher
 from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, DataError
-from dit.objectives.alignment import Alignment
 from energon_data.dataset import EnergonData
 from energon_data.media_files import pixels_of
 from energon_data.prepare.__main__ import main
@@ -98,7 +97,7 @@ def test_features_of_an_installed_network_equal_those_of_its_package() -> None:
 
 def test_prepared_features_reach_the_tokens_of_their_patches(tmp_path: Path) -> None:
     """Pictures have two sizes and are packed with padding; without conditions of a teacher nothing of it is read."""
-    model, condition = save_teacher(tmp_path / "dino"), Alignment(features=WIDTH).condition
+    model, condition = save_teacher(tmp_path / "dino"), replace(TEACHER, shape=(WIDTH,))
     of_token = replace(TEACHER_TOKEN, shape=(WIDTH,))
     (tmp_path / "pictures").mkdir()
     sizes = [(64, 32), (32, 48), (32, 32)]  # width and height
@@ -131,7 +130,7 @@ def test_prepared_features_reach_the_tokens_of_their_patches(tmp_path: Path) -> 
         assert length == height * width // PATCH**2
         torch.testing.assert_close(values[start : start + length], exact.flatten(0, 1), rtol=HALF_RTOL, atol=HALF_RTOL)
     with pytest.raises(DataError, match="width 24, the model takes width 25"):
-        batch_of(Alignment(features=WIDTH + 1).condition)
+        batch_of(replace(TEACHER, shape=(WIDTH + 1,)))
     with pytest.raises(DataError, match="width 24, the model takes width 25"):
         batch_of(replace(of_token, shape=(WIDTH + 1,)))
 

@@ -55,7 +55,7 @@ def test_the_loss_without_intervals_and_weights_equals_flow_matching():
     batch = pack([3, 5, 8])
     objective, plain = MeanFlow(instant_share=1.0), FlowMatching()
     prepared, expected = (o.prepare(batch, noise_for(batch)) for o in (objective, plain))
-    completed = objective.complete(lambda x_TC, time_S2: 1 / 0, lambda x_TC, time_S2: 1 / 0, prepared, batch.layout)
+    completed = objective.complete(lambda x_TC, time_S2, pack: 1 / 0, prepared, batch, ())
     output_TC = torch.cos(prepared.inputs_TC)
     losses = objective.loss(output_TC, completed, batch.layout), plain.loss(output_TC, expected, batch.layout)
     assert torch.equal(losses[0][0], losses[1][0])
@@ -74,7 +74,7 @@ def test_the_average_velocity_of_gaussian_data_solves_the_identity():
 
     t_S2 = prepared.time_S * torch.tensor([1.0, 0.0])
     prepared = type(prepared)(**{**vars(prepared), "target_TC": u(prepared.inputs_TC, t_S2).float()})
-    completed = objective.complete(u, u, prepared, batch.layout)
+    completed = objective.complete(lambda x_TC, time_S2, pack: u(x_TC, time_S2), prepared, batch, ())
     exact_TC = u(prepared.inputs_TC.double(), prepared.time_S)
     assert (completed.target_TC - exact_TC).norm() <= 1e-3 * exact_TC.norm()
     assert (prepared.target_TC - exact_TC).norm() > 0.1 * exact_TC.norm()
