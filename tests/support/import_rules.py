@@ -148,17 +148,9 @@ MAY_IMPORT = {
         *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert", "dit.boxes"),
     },
     "dit.planner": {
-        *("dit.durable_files", "dit.safe_files"),
-        *(
-            "dit.errors",
-            "dit.patches",
-            "dit.settings",
-            "dit.batch",
-            "dit.objectives",
-            "dit.context_parallel",
-            "dit.backends",
-        ),
-        *("dit.models", "dit.parallel", "dit.tracing", "dit.optimizer", "dit.step"),
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.patches", "dit.batch"),
+        *("dit.philox", "dit.objectives", "dit.context_parallel", "dit.backends", "dit.models", "dit.parallel"),
+        *("dit.tracing", "dit.optimizer", "dit.step"),
     },
     "energon_data": {
         "dit.fixed_packs",
