@@ -94,4 +94,6 @@ def from_record(record: object) -> Any:
     try:
         return settings_class(**values)
     except TypeError as error:
-        raise CheckpointError(f"the record of {name!r} does not fit this version: {error}") from error
+        raise CheckpointError(
+            f"the record of {name!r} does not fit this version: {error}; read it with the version that wrote it"
+        ) from error

@@ -36,7 +36,7 @@ from dit.backends.sharding import Matrices, sharding_of
 
 @dataclass(frozen=True)
 class WidthFactors:
-    """Factors of one parameter relative to the base width: of its initial values, and of its rate by algorithm."""
+    """Factors of the initial values and of the learning rates of one parameter, relative to the base width."""
 
     init: float = 1.0
     adamw: float = 1.0

@@ -159,7 +159,11 @@ class Objective(ABC):
     def complete(
         self, network: ConditionalNetwork, prepared: Prepared, batch: PackedBatch, conditions: Sequence[Condition]
     ) -> Prepared:
-        """Return `prepared` with targets that need further passes of the network, which has these conditions."""
+        """Return `prepared` with targets that need further passes of the network, without gradients.
+
+        Args:
+            conditions: those of the model; passes without conditions drop them in `batch`.
+        """
         return prepared
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:

@@ -210,6 +210,8 @@ class FlowMatching(Objective):
         )
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        if self.alignment is None and self.teacher_token_weight is None:
+            return super().loss_terms(prediction_TC, prepared, layout)
         start, token_SF = prepared.target_TC.shape[1], prepared.teacher_target_SF
         terms = super().loss_terms(prediction_TC[:, :start], prepared, layout)
         if token_SF is not None and self.teacher_token_weight is not None:

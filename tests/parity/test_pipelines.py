@@ -107,8 +107,8 @@ FURTHER = (
     "qwen image",
     "chroma",
 )
-FURTHER += ("stable diffusion", "stable diffusion xl, empty text", "wan", "hunyuan video", "lumina2", "prx")
-"""Cases whose networks `tests/laws` compare with diffusers, and whose calls another case has."""
+FURTHER += ("stable diffusion", "wan", "hunyuan video", "lumina2", "prx")
+"""Cases that only `make test-long` draws. `tests/laws` compares their networks with those of diffusers."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in FURTHER else n for n in CASES])

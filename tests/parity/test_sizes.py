@@ -288,6 +288,7 @@ COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
     "low_rank": ("dit_cross", {"adaln_lora_rank": 6, "size_conditioning": True}),
     "grouped": ("moviegen", {"num_query_groups": 2}),
     "experts": ("moviegen", {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_capacity_factor": 1.5}),
+    "top_k": ("moviegen", {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router": "top_k", "moe_top_k": 3}),
     "all_in_one": ("stdit", {"layer_pattern": ["spatial+full+temporal"], "num_query_groups": 2}),
     "pixart": (
         "stdit",

@@ -23,7 +23,7 @@ def test_the_number_of_skipped_tests_is_printed_with_xdist(tmp_path):
     (tmp_path / "test_four.py").write_text(FOUR)
     options = ["-p", "xdist", "-p", "tests.left_out", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-n", "1", "-m", "not slow", "."],
+        [sys.executable, "-m", "pytest", *options, "-n", "2", "-m", "not slow", "."],
         cwd=tmp_path,
         env={"PATH": "", "PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,

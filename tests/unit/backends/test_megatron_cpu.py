@@ -1,4 +1,4 @@
-"""The redirections that let Megatron-Core run on CPU; `tests/laws` and `tests/parallel` train with all of them."""
+"""The redirections that let Megatron-Core run on CPU; `tests/laws` and `tests/parallel` train with them."""
 
 import subprocess
 import sys

@@ -116,6 +116,7 @@ def test_a_sweep_on_slurm_continues_with_the_records_of_jobs_that_have_ended(tmp
     executor = SimpleNamespace(nnodes=lambda: 1, nproc_per_node=lambda: 2)
     monkeypatch.setattr(sweep.experiment, "executor_of", lambda *_: executor)
     monkeypatch.setattr(sweep.experiment, "execute", execute)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without `squeue`
     words = ["--executor", "slurm", "--layouts", "ddp", "tp2"]
     assert run(tmp_path, *words) == EXIT_INTERRUPTED
     assert run(tmp_path, *words, "--steps", "7") == EXIT_INTERRUPTED

@@ -59,8 +59,8 @@ def assert_reads(weights: Any, key: str, box: Box, expected: torch.Tensor) -> No
     assert memory[0] == memory[-1] == 7
 
 
-FURTHER = ("chroma", "flux2", "qwen_image", "lumina2", "z_image", "sd3", "hunyuan_video")
-"""Networks whose rules have the forms of FLUX's rules."""
+FURTHER = ("chroma", "flux2", "qwen_image", "z_image", "sd3", "hunyuan_video")
+"""Networks whose rules have only forms that the rules of other networks have."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in FURTHER)) for n in NETWORKS])

@@ -224,8 +224,8 @@ def test_an_animated_gif_is_a_clip_of_its_frames_on_white(tmp_path):
         assert described(source, tmp_path / command, command=command)["shapes"] == shapes
 
 
-@pytest.mark.parametrize(("frozen", "clips"), [(0, 4), (5, 4)])
-def test_a_frozen_frame_is_in_one_clip_without_motion(tmp_path, capsys, frozen, clips):
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_a_frozen_frame_is_in_one_clip_without_motion(tmp_path, capsys, frozen):
     """Twelve frames, one of which is displayed for a minute; clips of 0.4 s.
 
     FFmpeg displays the last one for the mean duration.
@@ -238,7 +238,7 @@ def test_a_frozen_frame_is_in_one_clip_without_motion(tmp_path, capsys, frozen, 
     frames[0].save(source / "a.gif", save_all=True, append_images=frames[1:], duration=durations)
     flags = ("--fps", "10", "--frames", "4", "--multiple-of", "16")
     found = described(source, tmp_path / "out", *flags, command="videos")
-    assert found["shapes"] == {"3x4x32x32": clips}
+    assert found["shapes"] == {"3x4x32x32": 4}
     said = capsys.readouterr().out
     assert "used: 1 of 1 file, 1 of them in part" in said
     assert "skipped, frozen: 1; a.gif: after" in said

@@ -198,6 +198,7 @@ def with_record(path: Path, text: str) -> Path:
         ({"model": {**MODEL, "num_layers": True}}, "cannot have num_layers=True"),
         ({"model": {**MODEL, "_target_": "os.system"}}, "has no setting _target_"),
         ({"model": {**MODEL, "num_attention_heads": 5}}, "hidden_size=48 is not a multiple"),
+        ({"model": ["os.system"]}, "must be settings by name"),
         ({"model": {**MODEL, "num_layers": 2}}, "missing: blocks.1"),
         (
             {"objective": {"name": "system"}},
@@ -214,6 +215,7 @@ def with_record(path: Path, text: str) -> Path:
         ({"objective": {"name": "flow_matching", "time_shift": -1.0}}, "time_shift=-1.0 must be a finite number"),
         ({"objective": {"name": "edm", "sigma_max": 10**400}}, "an integer of 401 digits"),
         ({"sampling": 3}, "cannot have sampling=3"),
+        ({"latent_size": [1, 4]}, "three positive integers"),
         ({"latent_size": [1, 4, -4]}, "three positive integers"),
         ({"latent_size": [1, 6, 6]}, "needs [1, 9, 48]"),
         ({"class_names": ["a", "b", "c", "d"]}, "must be at most 3 names"),
@@ -270,6 +272,8 @@ def test_a_config_that_was_changed_after_its_export_is_refused(tmp_path, capsys)
         ("flow", "objective 'flow' is unknown; use one of"),
         ("ddpm(prediction='eps')", "cannot have prediction='eps'"),
         ("ddpm(p_mean=1)", "has no setting p_mean; its settings are schedule, "),
+        ("ddpm('v')", "cannot be read"),
+        ("ddpm(prediction=v)", "cannot be read"),
         ("ddpm(**{})", "cannot be read"),
         ("__import__('os')", "cannot be read"),
         ("", "cannot be read"),
@@ -385,6 +389,14 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch, write):
     with pytest.raises(ConfigError, match="No space left on device"):
         write(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_with_checkpoints_is_not_overwritten(tmp_path):
+    trained = TrainedModel(DiTConfig(**MODEL), FlowMatching(), (1, 4, 4), {})
+    weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(trained.model).items()}
+    write_imported(tmp_path, weights, trained, SamplingConfig(), "a test")
+    with pytest.raises(ConfigError, match=r"has checkpoints of steps \[0\] and is not changed; choose another --out"):
+        write_imported(tmp_path, weights, trained, SamplingConfig(), "a test")
 
 
 def test_no_file_is_overwritten(tmp_path):

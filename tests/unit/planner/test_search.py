@@ -182,7 +182,7 @@ def synthetic_costs(shape):
 
 
 def test_ten_thousand_layouts_take_at_most_twelve_seconds():
-    """Processor time to check and price a quarter of them, once their shapes are traced; seven on a busy core."""
+    """Processor time to check and price traced layouts, measured with a quarter of them; seven on a busy core."""
     task = problem(gpus=4096, num_layers=48, num_attention_heads=16)
     data = MockData(frames=64, height=64, width=64, text_tokens=TEXT)
     run = RunConfig(model=task.model, data=data, objective=task.objective)

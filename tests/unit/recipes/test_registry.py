@@ -18,6 +18,7 @@ from launch import train
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
+from recipes.models import ddpm_unet_512
 from tests.support import recipes_page
 
 RECIPES = [entry.name for entry in registry.recipes()]
@@ -114,6 +115,9 @@ def test_recipes_are_independent_in_every_call():
     first, second = call_recipe("letters_dit"), call_recipe("letters_dit")
     first.model.hidden_size = 7
     assert second.model.hidden_size == 128
+    parts = ddpm_unet_512(), ddpm_unet_512()
+    parts[0].mid_out_channels.append(7)
+    assert parts[1].mid_out_channels == [512, 512, 256]
 
 
 COUNT = re.compile(r"\((?P<number>[\d.]+) (?P<unit>[MB])[,)]")

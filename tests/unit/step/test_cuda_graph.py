@@ -503,7 +503,7 @@ def test_the_wrapper_of_a_graphed_model_is_built_on_that_stream(
     assert inside == [True, False]
 
 
-def test_graphs_are_destroyed_before_the_groups_of_their_collectives(
+def test_graphs_share_memory_and_are_destroyed_before_the_groups_of_their_collectives(
     cuda: Cuda, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL waits for the graphs, so otherwise a finished run would hang."""

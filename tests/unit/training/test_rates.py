@@ -73,7 +73,7 @@ def test_peak_memory_is_that_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch
     assert peaks == {"peak_memory_allocated_bytes": 5 << 40, "peak_memory_reserved_bytes": 7}
 
 
-def test_reports_saves_and_validation_use_no_groups_of_their_own(
+def test_reports_saves_and_validation_call_no_group_of_one_rank(
     tmp_path, monkeypatch: pytest.MonkeyPatch, one_rank_world: ProcessGroups
 ) -> None:
     """NCCL allocates about 400 MB at the first call of each group, also of one with one rank."""
@@ -89,7 +89,7 @@ def test_reports_saves_and_validation_use_no_groups_of_their_own(
 
         monkeypatch.setattr(dist, name, recorded)
     run.report(sums, 1.0)
-    assert used == {None}, "no call was recorded, or one of a smaller group"
+    assert used == {None}, "no call was recorded, or a call of a smaller group"
     run.save()
     run.saves.finish()
     run.validate()

@@ -108,6 +108,16 @@ def test_frames_are_pictures_for_the_reader(moving: Path) -> None:
     assert set(labels[: clip.shape[1]].tolist()) == {meta["label"]}
 
 
+def test_a_flipped_bit_in_a_clip_is_refused(moving: Path, copy_of) -> None:
+    folder = copy_of(moving)
+    shard = next(folder.glob("train-*.tar"))
+    data = bytearray(shard.read_bytes())
+    data[data.index(b".latent.npy") + 512 + 700] ^= 16
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"latent.npy.*CRC32"):
+        load_clips(folder, "train")
+
+
 def test_paths_outside_the_picture_are_refused(tmp_path: Path, bundled_fonts: Path) -> None:
     with pytest.raises(ConfigError, match="use at most 8"):
         prepare_moving_letters(tmp_path / "x", frames=9, fonts=[bundled_fonts])

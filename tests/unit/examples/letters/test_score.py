@@ -216,6 +216,11 @@ def test_another_number_of_classes_than_letters_is_refused(generator, capsys):
     assert "10 classes" in capsys.readouterr().err
 
 
+def test_the_judged_samples_are_saved_as_pictures(generator, tmp_path):
+    assert judge_classes("--out", str(tmp_path / "judged.png")) == 0
+    assert (tmp_path / "judged.png").is_file()
+
+
 def test_features_are_those_before_the_last_layer(monkeypatch):
     network = LetterNetwork(5).eval()
     monkeypatch.setattr(letter_score, "load_reader", lambda folder: reader(network))
