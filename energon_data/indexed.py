@@ -267,15 +267,15 @@ class IndexedSource:
     def _read(self) -> None:
         """Read samples for some packs, or for one dense batch."""
         self._before, self._delivered = self._taken, 0
-        clips, passes, is_packed = list[Clip](), 0, self._samples.max_tokens_per_pack is not None
+        clips, passes, is_packed = list[Clip](), -1, self._samples.max_tokens_per_pack is not None
         size = self._samples.packing_buffer_size if is_packed else self._spec.micro_batch_size
         of_pass = size is None
         size = size or buffer_limit(-(-len(self._indices) // self._num_streams))
         while len(clips) < size and self._taken < self._last:
             number, (epoch, position) = self._taken, self._place(self._taken)
-            if of_pass and clips and epoch > self._place(number - 1)[0]:
-                passes += 1
-                if not self._encoder.another_pass_fits(passes, clips):
+            if of_pass and epoch > self._place(number - 1)[0]:
+                passes = passes + 1 if clips else 0  # complete passes in `clips`
+                if clips and not self._encoder.another_pass_fits(passes, clips):
                     break
             index = int(self._indices[_permutation(self._seed + 1 + epoch, len(self._indices))[position]])
             self._taken += 1

@@ -131,14 +131,15 @@ class _Packing(PackingDataset):
 class _PackedPasses(_Packing):
     """Packing that fills no buffer from the end of a pass and the beginning of the next one.
 
-    A buffer has several complete passes if they fit into one pack. A blend ends a pass when all its members have.
+    A buffer has several complete passes if they fit into one pack. A pass over a blend ends when the slowest member has
+    ended its own pass.
 
     Args:
         shuffles: the members.
         fits: `DiffusionTaskEncoder.another_pass_fits`.
     """
 
-    _savable_fields = (*_Packing._savable_fields, "buffer_size", "_first")
+    _savable_fields = (*_Packing._savable_fields, "buffer_size", "_first", "_last")
 
     def __init__(
         self, *args: Any, shuffles: list[_ShuffledPasses], fits: Callable[[int, list[Clip]], bool], **options: Any
@@ -148,7 +149,8 @@ class _PackedPasses(_Packing):
 
     def reset_state_own(self) -> None:
         super().reset_state_own()
-        self._first = 0  # pass of the first sample in the reading buffer
+        self._first = 0  # first pass that the reading buffer may have completely
+        self._last = -1  # pass of the last sample
 
     def _current(self) -> int:
         return min(shuffle.current for shuffle in self._shuffles)
@@ -161,11 +163,11 @@ class _PackedPasses(_Packing):
     def _fill_reading_buffer(self, source_iter: Iterator[object], log_progress: bool = False) -> bool:
         reading, selected = self._reading_buffer, self._pre_packing_buffer
         if not reading.len_worker():
-            self.buffer_size, self._first = buffer_limit(self.dataset.len_worker()), self._current()
+            self.buffer_size, self._first = buffer_limit(self.dataset.len_worker()), self._last + 1
         while reading.len_worker() + selected.len_worker() < self.buffer_size:
-            before = self._current()
+            self._last = self._current()
             reading.append(next(source_iter))
-            if self._current() > before and not self._fits(self._current() - self._first, reading.buffer):
+            if self._current() > self._last and not self._fits(self._current() - self._first, reading.buffer):
                 self.buffer_size = reading.len_worker()
         return True
 

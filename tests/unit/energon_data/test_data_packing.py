@@ -289,3 +289,22 @@ def test_packs_of_streams_with_dropped_samples_have_every_sample_once_per_pass(
         size = len(set(keys))
         assert 12 <= size <= 36
         assert all(len(set(keys[i : i + size])) == size for i in range(0, len(keys) - size, size))
+
+
+@pytest.mark.parametrize("source", ["folder", "samples"])
+def test_the_end_of_a_pass_is_not_packed_with_the_next_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """Of 48 samples 31 are kept: one buffer of 24, and one of the other seven."""
+    monkeypatch.setattr("energon_data.packing.BUFFERED", 24)
+    monkeypatch.setattr("energon_data.task_encoder.BUFFERED", 24)
+    common: dict[str, Any] = {"max_tokens_per_pack": 64, "pack_multiple_of": 1, "background": False, "num_streams": 1}
+    data: EnergonData | Squares = Squares(count=31, damaged=17, max_lost_samples=999, **common)
+    if source == "folder":
+        folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=[(1, 4, 4)])})
+        data = EnergonData(path=str(folder), min_aesthetic_score=17 / 48, **common)
+    stream = data.build_train(spec(micro_batch_size=1, conditions=()), dp_rank=0, dp_size=1, seed=5, log_dir=None)
+    for _ in range(6):
+        packs = take(stream, 3)
+        assert sorted(len(pack.keys) for pack in packs) == [7, 8, 16]
+        assert len({key for pack in packs for key in pack.keys}) == 31
