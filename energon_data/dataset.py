@@ -54,7 +54,8 @@ class EnergonData(ReaderSettings):
             `training.on_bad_numbers=rewind` omits.
         shuffle_buffer: samples that a stream shuffles, also of several passes; None for up to 1000 of one pass.
         pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
-        packing_buffer_size: samples from which packs are filled; None for up to 256 of one pass.
+        packing_buffer_size: samples from which packs are filled; None for up to 256, of one pass without
+            `shuffle_buffer`.
         pad_packs: pad packs to `max_tokens_per_pack`.
         bucket_by_shape: batch samples of one shape, for convolutional backbones.
         max_text_tokens: truncate longer texts, also prompts of samples; None for no limit.

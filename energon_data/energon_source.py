@@ -16,6 +16,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from dit.data_api import BatchSpec
 from dit.errors import DataError, UserError
 from dit.patches import patches
+from energon_data.packing import BUFFERED
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import Position, StreamItem, check_settings_changed, read_up_to
@@ -135,12 +136,14 @@ class EnergonSource:
             max_samples_per_sequence=None,  # complete shards
             task_encoder=self._encoder,
         )
+        mixing = None if shuffle_buffer is None else BUFFERED
         self._settings = {
             "micro_batch_size": self._batch_size,
             "max_tokens_per_pack": options.max_tokens_per_pack,
             "pack_multiple_of": options.pack_multiple_of if packed else None,
             "pack_cost_tokens": None if options.cost_limit is None else options.cost_limit.tokens,
-            "packing_buffer_size": options.packing_buffer_size if packed else None,
+            # None is 256 if packs may mix passes; earlier versions saved 256.
+            "packing_buffer_size": (options.packing_buffer_size or mixing) if packed else None,
             "shuffle_buffer": shuffle_buffer,
             "bucket_by_shape": options.bucket_by_shape,
             "interleaved": [reader.streams > 1 for reader in self._encoder.readers],

@@ -486,6 +486,11 @@ def test_a_position_in_blocks_of_all_shards_is_refused_for_data_in_random_order(
     stream = build(data)
     take(stream, 4)
     state, rest = through_disk(stream.state_dict()), take(stream, 4)
+    earlier = through_disk(state)
+    for one in earlier["streams"].values():
+        one["position"]["settings"]["interleaved"] = True  # whether any member was
+    (resumed := build(data)).load_state_dict(earlier)
+    same(rest, take(resumed, 4))
     mixed ^= {folders[changed]}
     error = pytest.raises(DataError, match=rf"dataset\.json of {folders[changed]} .* restore dataset\.json")
     with nullcontext() if changed == 2 else error:
