@@ -28,7 +28,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
@@ -128,19 +128,23 @@ class TracerPool:
     def run(self, function: Callable[[Key, Trace], Result], keys: Iterable[Key]) -> dict[Key, Result]:
         """Return the result of a function for each key; a process serves one call until it returns."""
 
-        def called(key: Key) -> tuple[Key, Result]:
+        def called(key: Key) -> Result:
             tracer = self._free.get()
             try:
-                return key, function(key, functools.partial(self._traced, tracer))
+                return function(key, functools.partial(self._traced, tracer))
             finally:
                 self._free.put(tracer)
 
         with ThreadPoolExecutor(self.size) as threads:
+            calls = {key: threads.submit(called, key) for key in keys}
             try:
-                return dict(threads.map(called, keys))
+                for call in as_completed(calls.values()):
+                    call.result()  # raises the first error
             except BaseException:
                 self._is_closed = True
+                threads.shutdown(wait=False, cancel_futures=True)
                 raise
+            return {key: call.result() for key, call in calls.items()}
 
     def _traced(self, tracer: Tracer, jobs: Sequence[Job]) -> list[StepTrace]:
         if self._is_closed:

@@ -1,5 +1,7 @@
 """A plan from traces of a few layers and micro-batches equals the trace of the full step."""
 
+import threading
+import time
 from dataclasses import replace
 from importlib import import_module
 
@@ -353,3 +355,20 @@ def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_ro
     assert (y.shape, y.dtype) == (x.shape, torch.bfloat16)
     assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
     assert torch.nn.functional.rms_norm(torch.full((2,), 3.0), (2,)).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_an_error_of_one_call_of_a_pool_ends_the_others(monkeypatch):
+    failed, traced = threading.Event(), []
+    monkeypatch.setattr("dit.planner.trace.read_traces", lambda jobs: traced.append(jobs) or (failed.wait(1) and []))
+
+    def call(key, trace):
+        if key == 1:
+            failed.set()
+            raise ConfigError("of the second call")
+        for _ in range(2000):
+            trace([])
+            time.sleep(0.01)
+
+    with TracerPool(2) as tracers, pytest.raises(ConfigError, match="of the second call"):
+        tracers.run(call, [0, 1])
+    assert len(traced) < 500
