@@ -24,7 +24,7 @@ KERNEL = (
 """Files that read /proc and /sys."""
 
 OWN_PROCESSES = (
-    *("dit/verify/ranks.py", "dit/step/balance.py"),
+    *("dit/verify/ranks.py", "dit/step/balance.py", "dit/backends/process_groups.py"),
     *("energon_data/workers/background.py", "energon_data/workers/messages.py"),
 )
 """Files that read messages between processes of one command, in a new folder or through a connection."""

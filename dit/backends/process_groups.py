@@ -1,6 +1,7 @@
 """Process groups: torch.distributed and Megatron-Core's parallel state, from one `ParallelConfig`."""
 
 import os
+import pickle
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -239,12 +240,24 @@ def any_rank_each(*flags: bool) -> list[bool]:
 
 
 def gather_objects(value: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
-    """Return the values of all ranks of a group, by default of all ranks; every rank of it calls this."""
+    """Return the values of all ranks of a group, by default of all ranks; every rank of it calls this.
+
+    The value of the only rank of a group is not a copy.
+    """
     if dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_on_first(value: Any) -> Optional[list[Any]]:
+    """Return the values of all ranks on rank 0, None on other ranks; every rank calls this.
+
+    All ranks receive the bytes, because NCCL would connect rank 0 to every rank for a gather, with buffers for each.
+    """
+    contents = gather_objects(pickle.dumps(value))
+    return [pickle.loads(content) for content in contents] if dist.get_rank() == 0 else None
 
 
 def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> None:

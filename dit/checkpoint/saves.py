@@ -23,7 +23,7 @@ from typing import Any, Optional, Protocol
 
 import torch.distributed as dist
 
-from dit.backends.process_groups import any_rank, any_rank_each, gather_objects
+from dit.backends.process_groups import any_rank, any_rank_each, gather_on_first
 from dit.checkpoint.background.copies import Copies
 from dit.checkpoint.background.remote import Owner
 from dit.checkpoint.background.writer import ORPHAN_S, Pieces, WriterProcess
@@ -229,9 +229,9 @@ class Saves:
         assert self.writer is not None
         local, is_first = local_state(state.shards, state.ema, self.groups), self.groups.rank == 0
         if self._tensors is None:  # the layout of a run does not change
-            parts, text = gather_objects(LocalState(local.parts, [])), ""
+            parts, text = gather_on_first(LocalState(local.parts, [])), ""
             with fails_together():
-                text = tensors_text(*contents_of(parts)) if is_first else ""
+                text = "" if parts is None else tensors_text(*contents_of(parts))
             self._tensors = text  # set on all ranks or on none; if on none, the next save gathers again
         meta, scalars = self.checkpointer.meta(state), scalars_of(state.optimizer)
         head, _ = head_of(local.boxes)

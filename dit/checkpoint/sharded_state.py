@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device, synchronize
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.backends.process_groups import ProcessGroups, gather_objects, raise_together
+from dit.backends.process_groups import ProcessGroups, gather_objects, gather_on_first, raise_together
 from dit.backends.sharding import sharding_of
 from dit.boxes import Box, Part
 from dit.checkpoint.manifest import FileRecord
@@ -159,9 +159,9 @@ def save_state(
     record: dict[str, FileRecord] = {}
     with fails_together():
         record = {file: write_boxes(directory / file, local.boxes, local.values)}
-    parts, scalars = gather_objects(LocalState(local.parts, [])), scalars_of(optimizer)
+    parts, scalars = gather_on_first(LocalState(local.parts, [])), scalars_of(optimizer)
     with fails_together():
-        if groups.rank == 0:
+        if parts is not None:
             write_index(directory, *contents_of(parts), scalars)
     return record
 
