@@ -109,8 +109,8 @@ class Pictures:
         if self.group is not None:
             weight, bias = (x.chunk(self.group.size())[self.group.rank()] for x in (weight, bias))
         if self.layout.is_fixed:
-            out_TC: Tensor = _NeighbourSum.apply(x_TC, weight.flatten(1), self.neighbours)
-            return out_TC + bias
+            out_TC: Tensor = _NeighbourSum.apply(x_TC, weight.flatten(1), bias, self.neighbours)
+            return out_TC
         parts = []
         for tokens, sides in self.runs:
             x_NCHW = x_TC[tokens].view(-1, *sides, x_TC.shape[1]).permute(0, 3, 1, 2)
@@ -122,27 +122,29 @@ class Pictures:
 class _NeighbourSum(torch.autograd.Function):
     """Convolution with a table of neighbours, whose shapes do not depend on the sizes of pictures.
 
-    Sums are float32.
+    Sums are float32. Padding gets the bias, because it has no neighbours; nothing reads it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, weight_CK: Tensor, neighbours_KT: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor, neighbours_KT: Tensor) -> Tensor:
         ctx.save_for_backward(x_TC, weight_CK, neighbours_KT)
-        return _neighbour_sum(x_TC, weight_CK, neighbours_KT)
+        return _neighbour_sum(x_TC, weight_CK, bias_C, neighbours_KT)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
         x_TC, weight_CK, neighbours_KT = ctx.saved_tensors
         # Where j is the neighbour k of i, i is the neighbour 8 - k of j.
-        dx_TC = _neighbour_sum(grads[0], weight_CK.flip(1), neighbours_KT)
+        dx_TC = _neighbour_sum(grads[0], weight_CK.flip(1), torch.zeros_like(weight_CK[:, 0]), neighbours_KT)
+        if not ctx.needs_input_grad[1]:  # adapters are trained, not the convolution
+            return dx_TC, None, None, None
         rows = pad(x_TC, (0, 0, 0, 1))
         dweight = [(rows[index_T].float() * grads[0]).sum(0) for index_T in neighbours_KT]
-        return dx_TC, torch.stack(dweight, 1).to(weight_CK.dtype), None
+        return dx_TC, torch.stack(dweight, 1).to(weight_CK.dtype), grads[0].sum(0), None
 
 
-def _neighbour_sum(x_TC: Tensor, weight_CK: Tensor, neighbours_KT: Tensor) -> Tensor:
+def _neighbour_sum(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor, neighbours_KT: Tensor) -> Tensor:
     rows = pad(x_TC, (0, 0, 0, 1))  # the last is that of neighbours outside of the picture
-    sum_TC = torch.zeros_like(x_TC, dtype=torch.float32)
+    sum_TC = bias_C.float().repeat(len(x_TC), 1)
     for index_T, weight_C in zip(neighbours_KT, weight_CK.T):
         sum_TC.addcmul_(rows[index_T], weight_C)
     return sum_TC.to(x_TC.dtype)

@@ -122,6 +122,7 @@ def _masked(kind: AttentionKind, attention: Attention, batch: PackedBatch) -> At
     """
     layout, context = batch.layout, attention if isinstance(attention, ContextAttention) else None
     if context is not None:
+        assert context.comm == "a2a", "other exchanges would ignore the mask"
         [layout] = context.partition(layout).blocks(context.group.size())
     # Empty samples, to which padding may belong, have no positions in a frame.
     area_T = batch.grid_sizes()[layout.segment_ids_T, 1:].prod(1).clamp(min=1)

@@ -7,8 +7,8 @@ With f = ReLU, query i of a sample reads sums over the keys j of the sample:
 The sums of a sample are one matrix `[H, H + 1]` for each head: a column of ones in the values gives the denominator.
 Tensors are THD as in `dit.kernels.attention`; padding is in no sum, and its output is zero. Sums are float32.
 
-The number of samples and their lengths determine the matrix products. In packs of fixed size, they are those of blocks
-of 4 rows here (`.` is a row of zeros), whose number depends only on the numbers of tokens and samples of the pack:
+The lengths of samples determine the shapes of the matrix products. Packs of fixed size are therefore split into blocks
+of `ROWS` rows, whose number depends only on the numbers of tokens and samples. With 4 rows (`.` is a row of zeros):
 
     samples a, b    a0 a1 a2 b0 b1 b2 b3 b4        blocks    a0 a1 a2 . | b0 b1 b2 b3 | b4 . . . | . . . .
 
