@@ -29,7 +29,9 @@ def prepare(environ: MutableMapping[str, str] = os.environ, *, quiet: bool = Fal
     # Expandable segments: packs of varying length fragment the CUDA cache less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        # NCCL would register such memory in a CUDA graph as one allocation, and hang (pytorch/pytorch#158029).
+    # NCCL would register such memory in a CUDA graph as one allocation, and hang (pytorch/pytorch#158029).
+    settings = (environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if any("expandable_segments:True" in setting for setting in settings):
         environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # Loader workers are forked; the thread pool of the tokenizers does not support forks.
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -220,6 +220,9 @@ def test_prepare_keeps_environment_variables_of_the_user():
     environment.prepare(empty)
     wanted = {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert empty == wanted | {"NCCL_GRAPH_REGISTER": "0", "TORCH_FR_BUFFER_SIZE": "2000"}
+    exported = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment.prepare(exported)
+    assert exported["NCCL_GRAPH_REGISTER"] == "0"
 
 
 def test_one_hardware_queue_for_tensor_and_context_parallelism_only():
