@@ -52,7 +52,7 @@ def download(address: str, files: Sequence[str], is_complete: Callable[[Path], b
 
 def pinned(address: str, folder: Path) -> str:
     """Return an address with the revision of its folder in the local cache, `.../snapshots/REVISION/...`."""
-    revision = re.search("/snapshots/([^/]+)", folder.as_posix())
+    revision = re.search(".*/snapshots/([^/]+)", folder.as_posix())  # the last one: the cache may be below another
     return address if revision is None else f"{address.partition('@')[0]}@{revision[1]}"
 
 

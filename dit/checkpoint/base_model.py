@@ -1,7 +1,8 @@
 """Initial weights of a run, and the base model of a run that trains adapters (LoRA).
 
 A checkpoint of an adapter run stores only the adapters, with their average and optimizer state. The base weights stay
-in their own checkpoint; the manifest records its folder and a digest of its files, so that other weights are rejected.
+in their own checkpoint; the manifest records its folder or hub address and a digest of its files, so that other
+weights are rejected.
 """
 
 import hashlib
@@ -31,6 +32,7 @@ from dit.errors import CheckpointError, ConfigError, UserError, first_few
 from dit.hub import PREFIX, pinned
 from dit.models.base import ModelConfig
 from dit.models.lora import merge_adapters
+from dit.models.lora_config import LoRAConfig
 from dit.run_config import RunConfig
 
 MAY_DIFFER = (
@@ -144,10 +146,10 @@ def check_settings(start: Start, config: RunConfig) -> None:
         ConfigError: a setting differs that neither `MAY_DIFFER` nor `checkpoint.accept_changes` lists.
     """
     ours, theirs, accepted = vars(config.model), vars(start.model), config.checkpoint.accept_changes or []
-    recipe = "finetune" if start.base is None else "finetune_lora"
+    recipe = "finetune" if start.base is None and config.model.adapters is None else "finetune_lora"
     may_differ = {*MAY_DIFFER} if start.base is None else {*MAY_DIFFER} - {"lora"}
     names = [name for name in ours if name in theirs and name not in may_differ and f"model.{name}" not in accepted]
-    changed = [name for name in names if ours[name] != theirs[name]]
+    changed = [name for name in names if _effect(ours[name]) != _effect(theirs[name])]
     if changed and "model" not in accepted:
         stored, new = (first_few([f"{name}={values[name]!r}" for name in changed]) for values in (theirs, ours))
         accept = json.dumps([*accepted, *(f"model.{name}" for name in changed)], separators=(",", ":"))
@@ -156,6 +158,11 @@ def check_settings(start: Start, config: RunConfig) -> None:
             f"settings of model to the former, as --factory \"{recipe}(base='{start.folder}')\" does, or accept the "
             f"latter: 'checkpoint.accept_changes={accept}'"
         )
+
+
+def _effect(value: object) -> object:
+    """Return the part of a setting that no shape shows: of adapters only their scale."""
+    return value.scale if isinstance(value, LoRAConfig) else value
 
 
 def stored_parameters(folder: Path) -> dict[str, list[int]]:
@@ -247,7 +254,7 @@ def find_base(
 ) -> Optional[Weights]:
     """Return the base weights of an adapter run; None for a full model.
 
-    The folder recorded in the manifest is tried first, then `checkpoint.start_from`. Arguments: see `find_start`.
+    The folder or address in the manifest is tried first, then `checkpoint.start_from`. Arguments: see `find_start`.
     """
     saved = read_manifest(folder).base
     if saved is None:
@@ -263,7 +270,7 @@ def find_base(
             problems.append(str(error))
     raise CheckpointError(
         f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which cannot be read: "
-        f"{'; '.join(problems)}. Restore that folder"
+        f"{'; '.join(problems)}. Restore that folder, or connect to the Hugging Face hub if it is an address"
     )
 
 
@@ -274,8 +281,12 @@ def download_base(path: Path | str) -> None:
     """
     with suppress(UserError):
         for folder in candidates(path)[:1]:
-            if (base := read_manifest(folder).base) is not None and not local_path(base["folder"]).exists():
-                local_path(read_settings(folder)[0].checkpoint.start_from or "")
+            if (base := read_manifest(folder).base) is None:
+                continue
+            with suppress(UserError):
+                if local_path(base["folder"]).exists():
+                    continue
+            local_path(read_settings(folder)[0].checkpoint.start_from or "")
 
 
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:

@@ -101,7 +101,7 @@ class Manifest:
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:
-        """The checkpoint of the base weights if this one has only adapters; None for a full model."""
+        """Folder or hub address, and digest, of the base weights if this checkpoint has only adapters; else None."""
         base = self.meta.get(BASE)
         if base is None:
             return None

@@ -162,13 +162,13 @@ def test_adapters_name_the_address_of_their_base_on_the_hub(
 
     If the cache is deleted, the base is downloaded before ranks that draw samples connect.
     """
-    revision, moved, cache = "0" * 40, tmp_path / "moved", tmp_path / "models--owner--name"
+    revision, moved, cache = "0" * 40, tmp_path / "moved", tmp_path / "snapshots/hub/models--owner--name"
     folder = cache / "snapshots" / revision
     save_network("dit", folder / "transformer")
     (folder / "model_index.json").write_text('{"_class_name": "DiTPipeline"}')
     (cache / "refs").mkdir()
     (cache / "refs/main").write_text(revision)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
     settings = "data=mock", "data.height=8", "data.width=8", *ONE_STREAM, "training.ema_sigma_rel=[0.05]"
 
     def train(name: str, base: Path | str) -> None:
@@ -230,7 +230,7 @@ def test_a_start_has_the_settings_that_no_shape_depends_on(tmp_path: Path, one_r
     finish(start("first"))
     words = f"checkpoint.start_from={tmp_path / 'first'}", "model.time_scale=7.0"
     message = (
-        r'has time_scale=.*, but .* run has time_scale=7.0; .*"finetune\(base=.*accept_changes=\["model.time_scale"\]'
+        r'has time_scale=.*, but .* run has time_scale=7.0; .*"finetune(_lora)?\(base=.*accept.*\["model.time_scale"\]'
     )
     for adapters in ([], ["model.lora=lora"]):
         with pytest.raises(ConfigError, match=message):
@@ -243,6 +243,8 @@ def test_a_start_has_the_settings_that_no_shape_depends_on(tmp_path: Path, one_r
         start("other_scale", *words)
     for name, word in {"same": "model.lora.alpha=8", "accepted": 'checkpoint.accept_changes=["model.lora"]'}.items():
         start(f"{name}_scale", *words, word).close()
+    finish(start("scale_1", *words, 'checkpoint.accept_changes=["model.lora"]', "model.lora.alpha=16"))
+    start("equal_scale", f"checkpoint.start_from={tmp_path / 'scale_1'}", "model.lora=lora").close()
 
 
 def test_a_start_has_the_encoders_of_the_data(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
