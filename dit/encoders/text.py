@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit.conditions import Condition
 from dit.encoders.pictures import PictureReader
@@ -36,6 +35,7 @@ from dit.encoders.text_config import (
 )
 from dit.encoders.vae import DTYPES, Precision, in_batches
 from dit.errors import ConfigError
+from dit.kernels.attention import without_cudnn
 from dit.safe_files import read_bytes
 from dit.terminal import counted
 
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 MAX_BATCH_TOKENS = 4096
 END = 256
 """Token of the identity encoder that follows the bytes of a text."""
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Attention without cuDNN, which takes half a second on H100 and B200 for each new number and length of texts."""
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +118,7 @@ class TextEncoder:
         return min(rows + self.config.padded_once, self.geometry.max_tokens)
 
     @torch.no_grad()
-    @sdpa_kernel(KERNELS)
+    @without_cudnn()
     def forward(self, ids: Sequence[Sequence[int]], pictures: Sequence["Image"] = ()) -> dict[str, Tensor]:
         """Embed texts of one length, or of any lengths if they are padded; `pictures` belong to the only text.
 

@@ -111,15 +111,16 @@ def attend_densely(
         return zeros_of(q_TNH, k_KNH, v_KNH)
     groups = layout_q.table(groups_of, layout_k)
     parts = zip(groups.queries.gather(q_TNH), groups.keys.gather(k_KNH), groups.keys.gather(v_KNH), groups.counts)
-    with _without_cudnn():
+    with without_cudnn():
         return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
 
 
 @contextmanager
-def _without_cudnn() -> Iterator[None]:
+def without_cudnn() -> Iterator[None]:
     """Exclude cuDNN from the kernels that torch selects from, for batches whose sizes differ from pack to pack.
 
-    Torch prefers cuDNN on H100 and B200, which takes about a second for each new size: modelscope/FunASR#3704.
+    Torch prefers cuDNN on H100 and B200, and cuDNN takes about a second for each new size: modelscope/FunASR#3704.
+    `sdpa_kernel` without flash attention is a request for another kernel, and is respected.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before and not torch.backends.cuda.flash_sdp_enabled())

@@ -93,6 +93,7 @@ MAY_IMPORT = {
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
         *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal", "dit.pipeline_folder", "dit.hub"),
+        "dit.kernels",
     },
     "dit.evaluation": {"dit.errors", "dit.batch", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
