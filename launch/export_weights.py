@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -213,7 +212,7 @@ def write_pipeline(
     pixels = geometry.pixel_shape(*trained.latent_size)
     area = math.prod(pixels)
     if "reference" in trained.clean_parts:
-        ours = f"launch.sample scales and crops references to about {area:,} pixels, as prepare --enlarge"
+        ours = f"launch.sample scales references to about {area:,} pixels and crops them, as prepare --enlarge does"
         notes.append(f"{ours}; {pipeline.class_name} {pipeline.references}")
     code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=token_limits)
     guider = {"_class_name": GUIDER, "guidance_scale": trained.sampling.get("guidance_scale", 1.0)}
@@ -285,18 +284,18 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> dict[str, TextEnc
     if line is None:
         raise ConfigError(
             f"--format pipeline: {pipeline.class_name} needs {counted(len(pipeline.texts), 'text encoder')} "
-            f"({'; '.join(pipeline.texts)}), and the run names none; give --text-encoder"
+            f"({'; '.join(pipeline.texts).replace('|', ' or ')}), and the run names none; give --text-encoder"
         )
     with _naming("--text-encoder"):
         available = [(encoder, encoder.geometry().kind) for encoder in check_text_encoder(line).encoders]
     encoders = {}
     for folder, kinds in pipeline.text_folders.items():
         template, or_plain = TEXT_ENCODERS[pipeline.class_name][folder], pipeline.note is not None
-        required, supported = TextEncoderConfig.parse(template.format("-")), re.split(", | or ", kinds)
+        required, supported = TextEncoderConfig.parse(template.format("-")), kinds.split("|")
         fitting = [e for e, kind in available if kind in supported and _fits(e, required, or_plain=or_plain)]
         if not fitting:
             raise ConfigError(
-                f"--format pipeline: {pipeline.class_name} needs a text encoder of kind {kinds}, "
+                f"--format pipeline: {pipeline.class_name} needs a text encoder of kind {kinds.replace('|', ' or ')}, "
                 f"`{template.format('NAME')}`; the texts of this run are of {line!r}; prepare the data with such an "
                 "encoder, or use --format diffusers for the model without a pipeline"
             )

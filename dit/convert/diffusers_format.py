@@ -214,8 +214,8 @@ class DiffusersFormat(Generic[Model]):
         inputs, outputs = published["in_channels"], published.get("out_channels")
         if model.in_channels > (getattr(model, "out_channels", None) or model.in_channels):
             raise ConfigError(
-                f"in_channels={inputs} is above out_channels={outputs}: this network also reads a mask, a picture or a "
-                f"control clip, which {type(model).__name__} does not; use the one that draws from a text"
+                f"in_channels={inputs} is above out_channels={outputs}: this network also reads inputs that "
+                f"{type(model).__name__} does not have, such as a mask; use the text-to-image or text-to-video network"
             )
         if "sample_size" in self.defaults:
             latent_size, notes = (1, published["sample_size"], published["sample_size"]), []

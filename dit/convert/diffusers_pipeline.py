@@ -44,8 +44,8 @@ class Pipeline:
     """A pipeline class of diffusers for a model class of diffusers.
 
     Attributes:
-        texts: supported kinds of each text encoder, see `dit.encoders.text_config`; `dit.pipeline_folder` has their
-            entries and options.
+        texts: supported kinds of each text encoder, separated by `|`, see `dit.encoders.text_config`;
+            `dit.pipeline_folder` has their entries and options.
         cuts_texts: the longest text is that of the tokenizer; otherwise it is an argument of the call, except for CLIP.
         flow: it runs flow matching and adds the `shift_factor` of an `AutoencoderKL`; otherwise it runs DDPM of
             `REFERENCE_STEPS` steps and ignores this factor.
@@ -111,7 +111,7 @@ PIPELINES = {
     "DiTTransformer2DModel": Pipeline("DiTPipeline", flow=False, guided_by_texts=False, reads_adapters=False),
     "PixArtTransformer2DModel": Pipeline(
         "PixArtAlphaPipeline",
-        ("t5, umt5 or sentence",),
+        ("t5|umt5|sentence",),
         flow=False,
         reads_adapters=False,
         arguments=("clean_caption=False", "use_resolution_binning=False"),
@@ -191,7 +191,7 @@ PIPELINES = {
     ),
     "HunyuanVideo15Transformer3DModel": Pipeline(
         "HunyuanVideo15Pipeline",
-        ("qwen2_5_vl_text or qwen2_5_vl", "t5"),
+        ("qwen2_5_vl_text|qwen2_5_vl", "t5"),
         cuts_texts=True,
         scale=None,
         vae="AutoencoderKLHunyuanVideo15",
@@ -200,7 +200,7 @@ PIPELINES = {
     ),
     "WanTransformer3DModel": Pipeline(
         "WanPipeline",
-        ("umt5 or t5",),
+        ("umt5|t5",),
         vae="AutoencoderKLWan",
         times="none",
         draws_clips=True,
@@ -279,7 +279,7 @@ EDITS = {
                 "pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {area}  # pixels to which it scales references",
                 *TOKEN_TYPES,
             ),
-            references="scales references to this area, in multiples of 32 pixels without a crop",
+            references="scales references to this area with sides that are multiples of 32 pixels, without a crop",
         ),
         QWEN_IMAGE_EDIT,
     ),

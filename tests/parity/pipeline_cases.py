@@ -145,7 +145,7 @@ CASES = {
     ),
     "stable diffusion": Case("StableDiffusionPipeline", LDMUNetConfig(**UNET), STEPS_1000, "{clip}:padded"),
     "stable diffusion xl": Case(
-        "StableDiffusionXLPipeline", LDMUNetConfig(**UNET_XL), STEPS_1000, JOINED, shift=0.3, size=(8, 12)
+        "StableDiffusionXLPipeline", LDMUNetConfig(**UNET_XL), STEPS_1000, JOINED, rescale=0.7, shift=0.3, size=(8, 12)
     ),
     "stable diffusion xl, empty text": Case(
         "StableDiffusionXLPipeline",

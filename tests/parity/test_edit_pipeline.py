@@ -114,8 +114,8 @@ def test_edits_equal_those_of_the_exported_pipeline(
     words = ["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out"]
     assert export([*words, str(tmp_path / "first")]) == 0
     assert export([*words, str(folder), "--text-encoder", str(tmp_path / "first")]) == 0
-    area = "this area, in multiples of 32 pixels" if name.endswith("PlusPipeline") else "1,048,576 pixels,"
-    note = f"to about 4,096 pixels, as prepare --enlarge; {name} scales references to {area} without a crop"
+    area = "this area with sides that are multiples of 32" if name.endswith("PlusPipeline") else "1,048,576"
+    note = f"as prepare --enlarge does; {name} scales references to {area} pixels, without a crop"
     assert note in capsys.readouterr().err
     generator, paths = generator_of(run, build_model), pictures(tmp_path, count)
     actual, references = drawn_by_us(generator, tmp_path / "vae", paths)

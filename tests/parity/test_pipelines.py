@@ -98,16 +98,9 @@ def page_call(code: str) -> dict[str, Any]:
 
 
 FURTHER = (
-    "pixart bert",
-    "flux",
-    "flux control",
-    "flux2",
-    "flux2 klein",
-    "flux2 klein distilled",
-    "qwen image",
-    "chroma",
+    *("pixart bert", "flux", "flux control", "flux2", "flux2 klein", "flux2 klein distilled", "qwen image", "chroma"),
+    *("stable diffusion", "wan", "hunyuan video", "lumina2", "prx"),
 )
-FURTHER += ("stable diffusion", "wan", "hunyuan video", "lumina2", "prx")
 """Cases that only `make test-long` draws. `tests/laws` compares their networks with those of diffusers."""
 
 
@@ -213,10 +206,10 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
             replace(PIXART_T5, model=replace(PIXART_T5.model, null_text="learned")),
             "uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
-        (replace(PIXART_T5, encoders=None), "needs 1 text encoder .t5, umt5 or sentence., and the run names none"),
+        (replace(PIXART_T5, encoders=None), "needs 1 text encoder .t5 or umt5 or sentence., and the run names none"),
         (
             replace(PIXART_T5, encoders="{t5}:padded"),
-            "kind t5, umt5 or sentence, `NAME:prompt=lower_case:max_tokens=120`",
+            "kind t5 or umt5 or sentence, `NAME:prompt=lower_case:max_tokens=120`",
         ),
         (replace(PIXART_T5, model=replace(PIXART_T5.model, in_channels=3)), "AutoencoderKL of 3 channels"),
         (OTHER_VAE, "WanPipeline needs an AutoencoderKLWan of 4 channels .*, and .* is a AutoencoderKL of 4"),
