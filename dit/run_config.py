@@ -308,13 +308,14 @@ def _faults_of_graphs(config: RunConfig, spec: BatchSpec) -> Iterator[str]:
 def _faults_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[str]:
     """Yield the settings with which no CUDA graph can repeat packs, with reason and cure."""
     training, parallel, model = config.training, config.parallel, config.model
-    model.check_supports("fixed_packs", "training.cuda_graph=True with packs", "training.cuda_graph=False")
+    cure = "data without data.max_tokens_per_pack, of one shape or with data.bucket_by_shape=True, or "
+    model.check_supports("fixed_packs", "training.cuda_graph=True with packs", f"{cure}training.cuda_graph=False")
     has_segments = isinstance(model, STDiTConfig) and model.has_segments
     comms = parallel.context_comm, parallel.spatial_temporal_comm
     if parallel.context_parallel_size > 1 and has_segments and comms != ("a2a", "context"):
         yield (
-            f"parallel.context_comm={comms[0]} and parallel.spatial_temporal_comm={comms[1]}, because ranks exchange "
-            "frames or columns, whose number differs from pack to pack; use parallel.context_comm=a2a and "
+            f"parallel.context_comm={comms[0]} and parallel.spatial_temporal_comm={comms[1]}, because packs "
+            "of fixed size need a mask, which only an exchange of heads supports; use parallel.context_comm=a2a and "
             "parallel.spatial_temporal_comm=context"
         )
     if (levels := config.data.levels_setting() or config.data.references_setting()) is not None:

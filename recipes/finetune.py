@@ -147,7 +147,7 @@ def _fit(recipe: run.Partial, gpus: Optional[int], gpu_memory: int) -> run.Parti
         raise ConfigError(
             f"{parameters / 1e9:.1f} B parameters need {smallest / 1e9:.1f} GB, and activations leave "
             f"{gpus * available / 1e9:.1f} GB in {gpus} x {gpu_memory} GB; {cure}"
-            f"{'' if adapters else ', or train adapters: finetune_lora, or lora=True'}"
+            f"{'' if adapters else ', or train adapters (finetune_lora; recipes of published models: lora=True)'}"
         )
     if way.fsdp:
         recipe.parallel.data_parallel = "fsdp"

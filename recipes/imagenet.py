@@ -214,8 +214,8 @@ def sr_dit_b1_imagenet() -> run.Partial:
     of the teacher (`energon_data.prepare --teacher`). The author reports FID 3.49 after 400,000 steps (80 epochs)
     without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.9 hours
     (planned, 26 ms each). The network also predicts the noised class token of DINOv2-B (REG), and mixes the values of
-    the first attention into later ones. Deviations: positions, see lightningdit_xl_imagenet; the published network (140
-    M with its projection) has RMSNorms without weights, one of them on the class token instead of a LayerNorm; the
+    the first attention into later ones. Deviations: positions, see lightningdit_xl_imagenet; the published network
+    (140 M with its projection) has RMSNorms without weights, one of them on the class token instead of a LayerNorm; the
     class token of some samples skips the middle layers, and the path of a whole batch is dropped; the vector in place
     of dropped tokens starts at zero. Samples here are drawn by Heun's method instead of 250 Euler-Maruyama steps.
 

@@ -40,7 +40,8 @@ def sana_1_6b_1024() -> run.Partial:
     """SANA 1.6B (1.60 B) on images of 1024 px in packs of 8192 tokens (8 images): one 80 GB GPU or more.
 
     Texts: the last layer of Gemma 2 2B after the published instruction; dropped ones are the empty text. Optimizer and
-    warm-up are those of the authors' run with AdamW; the released weights were trained with CAME.
+    warm-up are those of the authors' run with AdamW (NVlabs/Sana, Sana_1600M_img1024_AdamW.yaml); the released weights
+    were trained with CAME.
     """
     recipe = _sana("sana_1_6b_1024", sana_1_6b())
     recipe.model.null_text = "empty"

@@ -101,8 +101,8 @@ class UnitRecord:
 
     Attributes:
         shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
-        counts: numbers by name: `files` that were read without an error; `partly_used`, videos with
-            unused clips; samples with each property of `properties_of`.
+        counts: numbers by name: `files` that were read without an error; `partly_used`, videos of which
+            some clips are not used; samples with each property of `properties_of`.
         first_files: the first file with each property, by name.
         captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.

@@ -247,7 +247,8 @@ def _originals(place: Path, edited: Path, follow_links: bool) -> _Originals:
     pictures, _ = _walk(place, PICTURES, follow_links)
     by_name: dict[str, tuple[Entry, ...]] = {walk.composed(picture.name): (picture,) for picture in pictures}
     by_stem: dict[str, tuple[Entry, ...]] = {}
-    for name, picture in by_name.items() if not place.samefile(edited) else ():
+    pairs = () if place.samefile(edited) else by_name.items()
+    for name, picture in pairs:
         by_stem[walk.stem_of(name)] = (*by_stem.get(walk.stem_of(name), ()), *picture)
     return _Originals(by_name, by_stem)
 

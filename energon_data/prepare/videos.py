@@ -59,8 +59,8 @@ def clips_of(
             memory.
 
     Yields:
-        The frames of a clip, and frames per second. Clips that only repeat the last frame of the clip before are left
-        out, and counted in an error at the end.
+        The frames of a clip, and frames per second. Clips that only repeat the last frame of the previous clip are left
+        out, and an error at the end counts them.
     """
     frames: list[Image.Image] = []
     times: list[float] = []
@@ -84,7 +84,7 @@ def clips_of(
     elif not count:
         raise SampleError("too_short", f"{counted(len(frames), 'frame')}, a clip needs {cut.frames or cut.multiple_of}")
     if repeats:
-        raise SampleError("frozen", f"{counted(repeats, 'clip')} would only repeat the last frame of the clip before")
+        raise SampleError("frozen", f"{counted(repeats, 'clip')} would only repeat the last frame of the previous clip")
 
 
 def _rate(times: Sequence[float], stated: float) -> float:

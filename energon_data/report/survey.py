@@ -268,7 +268,7 @@ class Packing(NamedTuple):
 
 
 def expected_packing(lengths: Sequence[int], capacity: int, *, multiple_of: int = 1) -> Packing:
-    """Pack the samples of a pass as the loader does: parts of a large pass, or several small passes together."""
+    """Pack the samples of a pass as one stream does: parts of a large pass, or several small passes together."""
     padded = [length for n in lengths if (length := padded_length(n, multiple_of)) <= capacity]
     if not padded:
         raise DataError(

@@ -36,6 +36,7 @@ class BackgroundProcess:
 
     def _start(self) -> None:
         self._connection, remote_end = Pipe()
+        self._connection.send(self._settings)  # first, because sending fails once the process has ended
         python = [sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions)]
         with remote_end, run_signals_blocked():
             self.process = subprocess.Popen(
@@ -44,7 +45,6 @@ class BackgroundProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.DEVNULL,
             )
-        self._connection.send(self._settings)
 
     @property
     def is_alive(self) -> bool:
@@ -80,9 +80,8 @@ class BackgroundProcess:
     def restart(self) -> None:
         """Kill the process and start another one."""
         self.process.kill()
-        BackgroundProcess.close(
-            self, 1.0
-        )  # takes longer only if the process is blocked in the kernel, on a disk that hangs
+        # It takes longer only if the process is blocked in the kernel, on a disk that hangs.
+        BackgroundProcess.close(self, 1.0)  # not that of a subclass, which also frees the memory
         self._start()
 
     def close(self, timeout_s: float) -> None:

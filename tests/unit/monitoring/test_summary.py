@@ -67,6 +67,7 @@ def test_a_loss_that_is_not_a_number_is_skipped(tmp_path):
         ({"text_encoder": "all-minilm-l6-v2"}, ["--prompt", "a text"]),
         ({"text_encoder": "all-minilm-l6-v2", "prompts": ["the letter Q"]}, []),
         ({"pictures": ["--reference", "--control"]}, ["--reference", "picture.png", "--control", "picture.png"]),
+        ({"pictures": ["--first-frame"]}, ["--first-frame", "picture.png"]),
     ],
 )
 def test_the_printed_command_is_accepted_by_a_shell_and_the_sampler(arguments, words):

@@ -83,7 +83,7 @@ def test_methods_are_sorted_by_their_bytes() -> None:
 def test_a_model_that_fits_with_no_method_is_refused_with_the_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.finetune.SHARE", 0.1)
     message = (
-        r"0\.1 B parameters need 0\.5 GB, and activations leave 0\.1 GB in 1 x 1 GB; use gpus=\d+, or .* lora=True$"
+        r"0\.1 B parameters need 0\.5 GB, and activations leave 0\.1 GB in 1 x 1 GB; use gpus=\d+, or .* lora=True\)$"
     )
     with pytest.raises(ConfigError, match=message):
         finetune(gpus=1, gpu_memory=1)
