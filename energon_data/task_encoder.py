@@ -82,7 +82,7 @@ class EncoderOptions:
 class _ShuffledPasses(ShuffleBufferDataset):
     """Endless passes over a data set, each shuffled separately.
 
-    Near the end of a pass, samples of the next pass replace those that are drawn. They are drawn after the pass:
+    Near the end of a pass, samples of the next pass are already read, but they are drawn only when it has ended:
 
         buffer   7 7 7 7 8 8 8      pass of each sample: one of the 7s is drawn, then one more 8 is read
     """
@@ -129,13 +129,12 @@ class _Packing(PackingDataset):
 
 
 class _PackedPasses(_Packing):
-    """Packing that fills no buffer from the end of a pass and the beginning of the next one.
+    """Packing whose buffer never crosses the end of a pass, unless several complete passes fit into one pack.
 
-    A buffer has several complete passes if they fit into one pack. A pass over a blend ends when the slowest member has
-    ended its own pass.
+    A pass over a blend ends when its slowest member ends its own pass.
 
     Args:
-        shuffles: the members.
+        shuffles: data set of each member of the blend.
         fits: `DiffusionTaskEncoder.another_pass_fits`.
     """
 
@@ -149,8 +148,8 @@ class _PackedPasses(_Packing):
 
     def reset_state_own(self) -> None:
         super().reset_state_own()
-        self._first = 0  # first pass that the reading buffer may have completely
-        self._last = -1  # pass of the last sample
+        self._first = 0  # first pass that can be complete in the reading buffer
+        self._last = -1  # pass of the last sample that was read
 
     def _current(self) -> int:
         return min(shuffle.current for shuffle in self._shuffles)
@@ -380,7 +379,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return [packs[i] for _, _, i in sorted(order)]
 
     def another_pass_fits(self, passes: int, clips: list[Clip]) -> bool:
-        """Return whether the pack and the buffer of the clips of some complete passes can have those of one more."""
+        """Return whether the `passes` complete passes in `clips` and one more fit into one pack and into the buffer."""
         assert self.options.max_tokens_per_pack is not None
         tokens, more = sum(self._lengths(clips)), passes + 1
         return tokens * more <= self.options.max_tokens_per_pack * passes and len(clips) * more <= BUFFERED * passes

@@ -1,6 +1,6 @@
-"""Convolutions of each channel over the pictures of a pack, with or without context parallelism.
+"""Depthwise convolution over the pictures of a pack, with or without context parallelism.
 
-Each frame of a sample is a picture, and its tokens are a channels-last view. Under context parallelism, an all-to-all
+Each frame of a sample is a picture; its tokens are viewed as channels-last. Under context parallelism, an all-to-all
 exchanges all channels of the local tokens for some channels of all tokens before the convolution, and back after it:
 
     rank 0: channels x y of tokens 0 1   --dispatch-->   channel x of tokens 0 1 2 3   --combine-->   x y of tokens 0 1
@@ -8,7 +8,7 @@ exchanges all channels of the local tokens for some channels of all tokens befor
 
 A rank sends (T/c) (c-1)/c elements of each channel in each direction, with T tokens and c ranks.
 
-Shape suffixes: T tokens, N groups of channels, C channels of a group.
+Shape suffixes: T tokens, N groups of channels, C channels (with N: of a group), K positions of the 3 x 3 kernel.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def check_channels(count: int, attention: Attention) -> None:
     if count % size:
         raise ConfigError(
             f"the depthwise convolution has {count} pairs of channels on a tensor-parallel rank, which cannot be split "
-            f"over context_parallel_size={size}; use a divisor, or change model.ffn_hidden_size"
+            f"over context_parallel_size={size}; use a divisor of {count}, or change model.ffn_hidden_size"
         )
 
 
@@ -58,7 +58,7 @@ class Pictures:
 
     @classmethod
     def of_pack(cls, batch: PackedBatch, attention: Attention) -> "Pictures":
-        """Return the pictures of the pack of which `batch` has the local tokens."""
+        """Return the pictures of the global pack; `batch` has only the local tokens."""
         if not isinstance(attention, ContextAttention):
             return cls(batch.layout, batch.grids, batch.grids_S3)
         group, partition = attention.group, attention.partition(batch.layout)
@@ -81,7 +81,7 @@ class Pictures:
         """Indices of the 3 x 3 tokens around each token, int64 `[9, T]`; T for those outside of the picture."""
         assert self.grids_S3 is not None
         layout, tokens = self.layout, self.layout.total_tokens
-        # Empty samples, to which padding may belong, have no width.
+        # Clamp, because padding may belong to an empty sample, whose height and width are 0.
         _, height_T, width_T = self.grids_S3[layout.segment_ids_T].clamp(min=1).unbind(1)
         steps = torch.arange(-1, 2, device=layout.device)
         row_3T = layout.token_index_T // width_T % height_T + steps[:, None]
@@ -103,8 +103,8 @@ class Pictures:
         """Convolve each local channel of all tokens.
 
         Args:
-            weight: `[channels, 1, 3, 3]` of all channels before `dispatch`.
-            bias: `[channels]` of the same.
+            weight: `[channels, 1, 3, 3]` for the channels before `dispatch`, from which each rank takes its own.
+            bias: `[channels]`, likewise.
         """
         if self.group is not None:
             weight, bias = (x.chunk(self.group.size())[self.group.rank()] for x in (weight, bias))

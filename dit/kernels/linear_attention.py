@@ -2,13 +2,14 @@
 
 With f = ReLU, query i of a sample reads sums over the keys j of the sample:
 
-    out_i = f(q_i) sum_j f(k_j) v_j^T / f(q_i) sum_j f(k_j)
+    out_i = (f(q_i)^T sum_j f(k_j) v_j^T) / (f(q_i)^T sum_j f(k_j))
 
 The sums of a sample are one matrix `[H, H + 1]` for each head: a column of ones in the values gives the denominator.
 Tensors are THD as in `dit.kernels.attention`; padding is in no sum, and its output is zero. Sums are float32.
 
-The lengths of samples determine the shapes of the matrix products. Packs of fixed size are therefore split into blocks
-of `ROWS` rows, whose number depends only on the numbers of tokens and samples. With 4 rows (`.` is a row of zeros):
+With one matrix product per sample, shapes depend on the sample lengths. Packs of fixed size need constant shapes, so
+they are split into blocks of `ROWS` rows; the number of blocks depends only on the numbers of tokens and samples. With
+4 rows (`.` is a row of zeros):
 
     samples a, b    a0 a1 a2 b0 b1 b2 b3 b4        blocks    a0 a1 a2 . | b0 b1 b2 b3 | b4 . . . | . . . .
 
@@ -50,7 +51,7 @@ def linear_attention(
 
     Args:
         layout: layout of the local tokens as a pack; samples may be empty.
-        sum_over_ranks: sums `[S, N, H, H + 1]` of the local tokens over all ranks with tokens of the samples.
+        sum_over_ranks: all-reduces the sums `[S, N, H, H + 1]` over all ranks with tokens of the samples.
 
     Returns:
         `[T, N, H]` in the dtype of `q_TNH`.
@@ -81,7 +82,7 @@ def _segments(x_TNH: Tensor, layout: SequenceLayout) -> list[Tensor]:
 
 
 def _blocks(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return the row of each token, int64 `[T]`, and 1 for each block of each sample, float32 `[S, B]`."""
+    """Return the row of each token, int64 `[T]`, and a float32 mask of the blocks of each sample, `[S, B]`."""
     ends_S = pad(layout.cu_seqlens_padded[1:-1], (0, 1), value=layout.total_tokens)
     counts_S = (ends_S - layout.cu_seqlens_padded[:-1] + ROWS - 1) // ROWS
     stops_S1 = counts_S.cumsum(0)[:, None]
