@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from fnmatch import fnmatch
@@ -455,64 +454,3 @@ def test_an_exported_pipeline_that_was_moved_has_its_own_encoders(folders: Path,
     changed = read_network(root).trained
     assert replace(changed, notes=[]) == network.trained
     assert "time_shift=7.0" in changed.notes[0]
-
-
-def cached(root: Path, source: Path) -> None:
-    """Put a pipeline into a cache of the Hugging Face hub."""
-    repository = root / "models--owner--name"
-    shutil.copytree(source, repository / "snapshots" / ("0" * 40) / "transformer")
-    (repository / "snapshots" / ("0" * 40) / "model_index.json").write_text("{}")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-
-
-def test_a_name_of_the_hub_is_read_from_the_cache(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cached(tmp_path, folders / "flux")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    start = find_start("hf://owner/name")
-    assert start.digest(None) == find_start(str(folders / "flux")).digest(None)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_variant_in_the_cache_is_read_without_network(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The repository may have other weights, so they are downloaded if the hub can be reached."""
-    expected = StoredTensors(folders / "flux").read_all()
-    cached(tmp_path, folders / "flux")
-    for weights in tmp_path.rglob("diffusion_pytorch_model*"):
-        weights.unlink()
-    (folder,) = tmp_path.rglob("transformer")
-    save_file(expected, folder / "diffusion_pytorch_model.fp16.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert local_path("hf://owner/name") == folder.parent
-
-
-def test_a_part_of_a_repository_in_the_cache_is_not_the_repository(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another program may have downloaded only the settings; the weights are then downloaded."""
-    cached(tmp_path, folders / "flux")
-    for weights in tmp_path.rglob("*.safetensors"):
-        weights.unlink()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="cannot be reached"):
-        local_path("hf://owner/name")
-
-
-def test_a_name_of_the_hub_without_network_or_package_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"owner/name is not .* in the local cache, and .* cannot be reached"):
-        local_path("hf://owner/name")
-    with pytest.raises(ConfigError, match="write hf://owner/name"):
-        local_path("hf://name")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match="hf://owner/name needs the package huggingface_hub"):
-        local_path("hf://owner/name")
