@@ -67,7 +67,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     x, y, grad = (empty(TOKENS, hidden) for _ in range(3))
     gate, shift, scale = (empty(samples, hidden) for _ in range(3))
     bias = empty(hidden) if hidden <= WIDEST_WITH_BIAS else None
-    mean, rstd = empty(TOKENS, dtype=FP32), empty(TOKENS, dtype=FP32)
+    statistics = empty(TOKENS, 2, dtype=FP32)
     size, count = HEAD_SIZE, hidden // HEAD_SIZE
     heads, of_head = empty(TOKENS, count, 3, size), empty(size)
     cos, sin = (empty(TOKENS, 1, size // 2, dtype=FP32) for _ in range(2))
@@ -97,7 +97,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
         "residual + norm + modulate": lambda: ops.residual_norm(
             x, y, gate, bias, shift, scale, None, *tables[0], 1e-6, False
         ),
-        "its gradient": lambda: ops.residual_norm_backward(grad, y, x, y, *modulated, mean, rstd, *tables[1]),
+        "its gradient": lambda: ops.residual_norm_backward(grad, y, x, y, *modulated, statistics, *tables[1]),
         "sums of segments": lambda: ops.segment_sums(sums, *modulated, *tables[1]),
         "heads: norm + RoPE": lambda: ops.heads(heads[:, :, :2], of_head, of_head, cos, sin, True, 1e-6),
         "heads: gradient": lambda: ops.heads_backward(

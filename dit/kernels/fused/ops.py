@@ -35,7 +35,7 @@ def residual_norm(
     offsets_S: Tensor,
     eps: float,
     rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute x' = x + gate (y + bias) and norm(x') weight (1 + scale) + shift.
 
     Args:
@@ -46,14 +46,14 @@ def residual_norm(
         rms: True for an RMS norm, False for a layer norm.
 
     Returns:
-        x', the modulated tokens, mean and 1 / std of each token (float32 `[T]`); missing results are empty.
+        x', the modulated tokens, and float32 statistics of each token, 1 / std and, of a layer norm, the mean; `[T, 2]`
+        or `[T, 1]`. Missing results are empty.
     """
-    absent = x_TD.new_empty(0)
-    out = absent if y_TD is None else torch.empty_like(x_TD)
+    out = _absent(x_TD) if y_TD is None else torch.empty_like(x_TD)
     if scale_SD is None:
-        return out, absent, absent, absent
-    rstd = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
-    return out, torch.empty_like(x_TD), absent if rms else torch.empty_like(rstd), rstd
+        absent = _absent(x_TD)
+        return out, absent, absent
+    return out, torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[0], 2 - rms, dtype=torch.float32)
 
 
 @launched_by("residual_norm.residual_norm_backward")
@@ -66,8 +66,7 @@ def residual_norm_backward(
     bias_D: Optional[Tensor],
     scale_SD: Optional[Tensor],
     weight_D: Optional[Tensor],
-    mean_T: Optional[Tensor],
-    rstd_T: Optional[Tensor],
+    statistics: Optional[Tensor],
     table_B3: Tensor,
     offsets_S: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +77,7 @@ def residual_norm_backward(
         grad_out_TD: None if x' is unused.
         x_TD: the residual x' of the forward pass; None without a norm, like all arguments of the norm.
         y_TD: None without a gate, because only the gradient of the gate needs it.
-        mean_T: None for an RMS norm.
+        statistics: as in `residual_norm`.
 
     Returns:
         The gradient of x (empty without a norm, because it equals that of x'), the gradient of y (empty without a gate,
@@ -90,7 +89,7 @@ def residual_norm_backward(
     return (
         _absent(grad) if scale_SD is None else torch.empty_like(grad),
         _absent(grad) if gate_SD is None else torch.empty_like(grad),
-        grad.new_empty((table_B3.shape[0], kinds, grad.shape[1]), dtype=torch.float32),
+        grad.new_empty(table_B3.shape[0], kinds, grad.shape[1], dtype=torch.float32),
     )
 
 
@@ -138,8 +137,8 @@ def heads(
     """
     tokens, groups, parts, size = x_TGMH.shape
     queries = parts - keys
-    q = x_TGMH.new_empty((tokens, groups * queries, size)) if queries else _absent(x_TGMH)
-    return q, x_TGMH.new_empty((tokens, groups, size)) if keys else _absent(x_TGMH)
+    q = x_TGMH.new_empty(tokens, groups * queries, size) if queries else _absent(x_TGMH)
+    return q, x_TGMH.new_empty(tokens, groups, size) if keys else _absent(x_TGMH)
 
 
 @launched_by("heads.heads_backward")
@@ -169,13 +168,13 @@ def heads_backward(
     """
     grads = [g for g in (grad_q, grad_k, grad_v) if g is not None]
     tokens, _, size = grads[0].shape
-    grad_x = grads[0].new_empty((tokens, groups, sum([g.shape[1] for g in grads]) // groups, size))
+    grad_x = grads[0].new_empty(tokens, groups, sum([g.shape[1] for g in grads]) // groups, size)
     tiles = cdiv(tokens, blocks.ROWS_OF_TILES)
-    weights = (0, 0) if x_TGMH is None else (tiles * cdiv(groups, GROUPS), x_TGMH.shape[2] * size)
+    rows, columns = (0, 0) if x_TGMH is None else (tiles * cdiv(groups, GROUPS), x_TGMH.shape[2] * size)
     return (
         grad_x,
-        grad_x.new_empty((tiles if bias else 0, groups * grad_x.shape[2] * size), dtype=torch.float32),
-        grad_x.new_empty(weights, dtype=torch.float32),
+        grad_x.new_empty(tiles if bias else 0, groups * grad_x.shape[2] * size, dtype=torch.float32),
+        grad_x.new_empty(rows, columns, dtype=torch.float32),
     )
 
 
@@ -192,11 +191,11 @@ SILU, GELU = 1, 2
 @launched_by("activations.activation")
 def activation(x_TF: Tensor, bias_F: Optional[Tensor], gate: int) -> Tensor:
     """Compute GELU(x + bias), or an activated gate * up with alternating features; `gate` is 0, `SILU` or `GELU`."""
-    return x_TF.new_empty((x_TF.shape[0], x_TF.shape[1] // 2)) if gate else torch.empty_like(x_TF)
+    return x_TF.new_empty(x_TF.shape[0], x_TF.shape[1] // 2) if gate else torch.empty_like(x_TF)
 
 
 @launched_by("activations.activation_backward")
 def activation_backward(grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gate: int) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and a float32 matrix whose column sums are the gradient of the bias."""
     tiles = 0 if bias_F is None else cdiv(x_TF.shape[0], blocks.ROWS_OF_TILES)
-    return torch.empty_like(x_TF), x_TF.new_empty((tiles, x_TF.shape[1]), dtype=torch.float32)
+    return torch.empty_like(x_TF), x_TF.new_empty(tiles, x_TF.shape[1], dtype=torch.float32)

@@ -44,21 +44,21 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Optional[Tensor]]:
         blocks, ctx.blocks = blocks_of_passes(layout, None if scale is None else x.shape[1])
         arguments = y, gate, bias, shift, scale, weight, blocks.table, blocks.offsets, eps, rms
-        out, normed, mean, rstd = ops.residual_norm(x, *arguments)
+        out, normed, statistics = ops.residual_norm(x, *arguments)
         if y is None:
             out = x
         ctx.residual = y is not None
         ctx.set_materialize_grads(False)
         for_gate = None if gate is None else y
         if scale is None:
-            ctx.save_for_backward(None, for_gate, gate, bias, None, None, None, None)
+            ctx.save_for_backward(None, for_gate, gate, bias, None, None, None)
             return out, None
-        ctx.save_for_backward(out, for_gate, gate, bias, scale, weight, None if rms else mean, rstd)
+        ctx.save_for_backward(out, for_gate, gate, bias, scale, weight, statistics)
         return out, normed
 
     @staticmethod
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_normed: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
-        x, y, gate, bias, scale, weight, mean, rstd = ctx.saved_tensors
+        x, y, gate, bias, scale, weight, statistics = ctx.saved_tensors
         if grad_out is not None:
             grad_out = grad_out.contiguous()
         if scale is not None:
@@ -67,7 +67,7 @@ class _ResidualNorm(torch.autograd.Function):
             return grad_out, grad_out, *[None] * 8
         modulation = gate, bias, scale, weight
         table = ctx.blocks.table, ctx.blocks.offsets
-        grad_x, grad_y, sums = ops.residual_norm_backward(grad_normed, grad_out, x, y, *modulation, mean, rstd, *table)
+        grad_x, grad_y, sums = ops.residual_norm_backward(grad_normed, grad_out, x, y, *modulation, statistics, *table)
         shift_grad, scale_grad, gate_grad, bias_grad, weight_grad = ops.segment_sums(sums, *modulation, *table)
         grad_of_x = grad_out if scale is None else grad_x
         return (

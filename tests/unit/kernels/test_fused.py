@@ -51,7 +51,7 @@ def test_every_kernel_equals_its_formula_in_the_interpreter():
 PARTS = {"GATE": 1, "BIAS": 1, "NORM": 1, "WEIGHT": 0}
 ROWS = {"RMS": 0, **PARTS}
 TOKENS = dict.fromkeys(("x", "y", "gate", "bias", "shift", "scale", "weight", "out", "normed"), BF16)
-STATISTICS = {"mean": FP32, "rstd": FP32, "table": INT32, "offsets": INT32, "sums": FP32}
+STATISTICS = {"statistics": FP32, "table": INT32, "offsets": INT32, "sums": FP32}
 GRADIENTS = dict.fromkeys(("grad_normed", "grad_out", "grad_x", "grad_y"), BF16)
 MODULATIONS = dict.fromkeys(("grad_shift", "grad_scale", "grad_gate", "grad_bias", "grad_weight"), BF16)
 HEADS = dict.fromkeys(("x", "weight_q", "weight_k", "q", "k", "grad_q", "grad_k", "grad_v", "grad_x"), BF16)

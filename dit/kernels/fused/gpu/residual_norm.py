@@ -73,8 +73,7 @@ def residual_norm_kernel(
     weight,
     out,
     normed,
-    mean,
-    rstd,
+    statistics,
     table,
     gate_stride,
     shift_stride,
@@ -125,7 +124,7 @@ def residual_norm_kernel(
                 if REST:
                     average += tl.sum(value_b, 0)
                 average /= size
-                tl.store(mean + row, average)
+                tl.store(statistics + row * 2 + 1, average)
                 value_a = tl.where(a < size, value_a - average, 0.0)
                 if REST:
                     value_b = tl.where(b < size, value_b - average, 0.0)
@@ -133,7 +132,7 @@ def residual_norm_kernel(
             if REST:
                 square += tl.sum(value_b * value_b, 0)
             inverse = 1.0 / tl.sqrt(square / size + eps)
-            tl.store(rstd + row, inverse)
+            tl.store(statistics + row * (2 - RMS), inverse)
             _store(normed + at, a, size, value_a * inverse * factor_a + shift_a)
             if REST:
                 _store(normed + at, b, size, value_b * inverse * factor_b + shift_b)
@@ -210,8 +209,7 @@ def residual_norm_backward_kernel(
     gate,
     scale,
     weight,
-    mean,
-    rstd,
+    statistics,
     grad_x,
     grad_y,
     sums,
@@ -274,9 +272,9 @@ def residual_norm_backward_kernel(
         if REST:
             grad_b = zeros_b
         if NORM:
-            inverse = tl.load(rstd + first + i)
+            inverse = tl.load(statistics + (first + i) * (2 - RMS))
             if not RMS:
-                average = tl.load(mean + first + i)
+                average = tl.load(statistics + (first + i) * 2 + 1)
             normed_a, g, grad_a = _normed_and_products(
                 x + at, grad_normed + at, scale_row, weight_row, average, inverse, a, size, RMS, WEIGHT
             )
@@ -352,7 +350,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def residual_norm(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, table_B3, offsets_S, eps, rms, outputs):
-    """Launch the forward kernel; `outputs` are the residual, the modulated tokens, mean and 1 / std of each token."""
+    """Launch the forward kernel; `outputs` are the residual, the modulated tokens and the statistics."""
     width, rest = tiles(x_TD.shape[1])
     residual_norm_kernel[(len(table_B3),)](
         *(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, *outputs, table_B3),
@@ -368,7 +366,7 @@ def residual_norm(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, tab
 
 
 def residual_norm_backward(
-    grad_normed, grad_out, x_TD, y_TD, gate_SD, bias_D, scale_SD, weight_D, mean, rstd, table_B3, offsets_S, outputs
+    grad_normed, grad_out, x_TD, y_TD, gate_SD, bias_D, scale_SD, weight_D, statistics, table_B3, offsets_S, outputs
 ):
     """Launch the backward kernel; `outputs` are the gradients of x and y and the sums of the blocks."""
     size = outputs[2].shape[2]
@@ -378,7 +376,7 @@ def residual_norm_backward(
         grid, (width, rest) = (len(table_B3), 1), tiles(size)
     tokens = [x for x in (grad_normed, grad_out, x_TD, y_TD) if x is not None]
     residual_norm_backward_kernel[grid](
-        *(grad_normed, grad_out, x_TD, y_TD, gate_SD, scale_SD, weight_D, mean, rstd, *outputs, table_B3),
+        *(grad_normed, grad_out, x_TD, y_TD, gate_SD, scale_SD, weight_D, statistics, *outputs, table_B3),
         *map(stride, (gate_SD, scale_SD)),
         size,
         **flags(gate_SD, bias_D, scale_SD, weight_D),
@@ -386,7 +384,7 @@ def residual_norm_backward(
         REST=rest,
         STAGES=stages(width + rest, sum(x.element_size() for x in tokens), shared_bytes(outputs[2].device)),
         PASSED=grad_out is not None,
-        RMS=mean is None,
+        RMS=statistics is not None and statistics.shape[1] == 1,
         num_warps=warps(width, rest),
     )
 
