@@ -239,7 +239,7 @@ def start_line(config: RunConfig) -> str:
     path = str(config.checkpoint.start_from)
     start = unverified_start(path)
     if start is None:
-        return f"{path}, which has no checkpoint yet"
+        return f"{path}, which {'has no checkpoint' if Path(path).exists() else 'does not exist'} yet"
     if isinstance(start, CheckpointStart):
         line = f"{sum(map(math.prod, stored_parameters(start.folder).values())):,} parameters of {start.folder}"
     else:
