@@ -182,7 +182,7 @@ def _settings(base: str, *, published: bool = False) -> dict[str, Any]:
         return settings
     newest = candidates(folder)
     if not newest:
-        raise ConfigError(f"base={base!r}: {no_checkpoint(folder)}")
+        raise ConfigError(f"base={base!r}: {no_checkpoint(folder, starts=True)}")
     config, _ = read_settings(newest[0])
     return {part: getattr(config, part) for part in ("model", "objective", "sampling")}
 

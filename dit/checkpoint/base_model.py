@@ -120,7 +120,7 @@ def find_start(
     if on_first_rank(lambda: is_network(folder), groups):
         with reads_together(groups):
             return read_network(folder)
-    return CheckpointStart(find_checkpoint(folder, reading, groups, setting)[0])
+    return CheckpointStart(find_checkpoint(folder, reading, groups, setting, starts=True)[0])
 
 
 def check_start(
