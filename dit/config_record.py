@@ -7,7 +7,7 @@ and of packages that the user names in `DIT_PACKAGES` are instantiated, so readi
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dit.errors import CheckpointError, ConfigError, UserError
@@ -15,6 +15,10 @@ from dit.errors import CheckpointError, ConfigError, UserError
 CLASS_KEY = "_target_"
 TRUST_VARIABLE = "DIT_PACKAGES"
 """Environment variable: additional packages, separated by commas, whose settings classes records may name."""
+
+
+FORMER = {"EDM2UNetConfig": {"dropout": 0.0}}
+"""Former settings by class, each with the value that had no effect."""
 
 
 def user_packages() -> tuple[str, ...]:
@@ -78,6 +82,12 @@ def to_record(value: object) -> Any:
     return str(value)
 
 
+def without_former(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a settings class without former settings that had no effect."""
+    former = FORMER.get(str(record.get(CLASS_KEY)).rpartition(".")[2], {})
+    return {k: v for k, v in record.items() if k not in former or v != former[k]}
+
+
 def from_record(record: object) -> Any:
     """Rebuild the value that `to_record` wrote."""
     if isinstance(record, list):
@@ -85,7 +95,7 @@ def from_record(record: object) -> Any:
     if not isinstance(record, dict):
         return record
     name = record.get(CLASS_KEY)
-    values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
+    values = {k: from_record(v) for k, v in without_former(record).items() if k != CLASS_KEY}
     if name is None:
         return values
     settings_class = import_trusted(str(name), "the record", CheckpointError)

@@ -17,7 +17,7 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
-from dit.config_record import CLASS_KEY, import_trusted
+from dit.config_record import CLASS_KEY, import_trusted, without_former
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
@@ -121,7 +121,7 @@ def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component
 def _read(value: object, annotation: object, key: str, load_component: Callable[[str], None]) -> object:
     targets = component_types(annotation)
     if isinstance(value, dict) and (targets or CLASS_KEY in value):
-        settings = dict(value)
+        settings = without_former(value)
         kind = _target(settings.pop(CLASS_KEY, None), targets, key)
         config = Config(kind)
         _fill(config, settings, key, load_component)

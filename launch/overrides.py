@@ -226,7 +226,9 @@ def parse_value(text: str, annotation: object, key: str, load_component: Callabl
     try:
         value = TypeParser().get_parser(annotation)(text, annotation)
     except Exception as error:
-        raise ConfigError(f"{key}={text} is not {describe(annotation)}") from error
+        values = describe(annotation)
+        fault = f"is unknown; use {values}" if values.startswith("one of ") else f"is not {values}"
+        raise ConfigError(f"{key}={text} {fault}") from error
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{key}={text} is not {describe(annotation)}")
     return value

@@ -161,8 +161,10 @@ class Report:
         if names:
             examples = f"{len(names)} stages, such as {names[0]}"
             lines.append(f"{len(self.not_traced):>6,} not traced, because their passes take longer: {examples}")
-        refused = sorted(self.allowed.refused.values(), reverse=True)
-        return [*lines, *(f"{number:>6,} not allowed, for example: {example}" for number, example in refused)]
+        for number, example in sorted(self.allowed.refused.values(), reverse=True):
+            shown = example.partition(";")[0] if self.allowed.layouts else example  # with its cure if none is allowed
+            lines.append(f"{number:>6,} not allowed, for example: {shown}")
+        return lines
 
     def cure(self) -> list[str]:
         """Return how to find a layout if none fits; nothing if none is allowed, because the refusals have cures."""

@@ -182,7 +182,7 @@ def _settings(base: str, *, published: bool = False) -> dict[str, Any]:
         return settings
     newest = candidates(folder)
     if not newest:
-        raise ConfigError(f"base={base!r}: {no_checkpoint(folder)}")
+        raise ConfigError(f"base={base!r}: {no_checkpoint(folder, starts=True)}")
     config, _ = read_settings(newest[0])
     return {part: getattr(config, part) for part in ("model", "objective", "sampling")}
 
@@ -402,7 +402,8 @@ def dreambooth(base: Optional[str] = None) -> run.Partial:
     data/class, weight: 1}]`. `model.lora=lora optimizer.lr=1e-4` trains only adapters. One GPU. The learning rate is
     that of NeMo's recipe, whose TP 8 does not divide the 6 heads of the model of `pretrain`.
 
-    Source: Ruiz et al. 2022, arXiv:2208.12242, sections 3.2 and 3.3; the blend gives both terms the same weight.
+    Source: Ruiz et al. 2022, arXiv:2208.12242, sections 3.2 and 3.3; the blend gives both terms the same weight if
+    all pictures have the same size (`prepare --enlarge`).
     """
     recipe = _all_weights(_on_base("dreambooth", base))
     recipe.data.path = "data/subject"

@@ -92,7 +92,7 @@ class CheckpointStart:
             narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
             added = weights.shapes.keys() - stored.shapes.keys()
             expected = {name: shape for name, shape in shapes.items() if name not in added}
-            check_start(self.folder, expected | narrower, adapters=adapters)
+            check_start(self.folder, expected | narrower, adapters=adapters, lora=model.adapters is not None)
         return weights
 
 
@@ -120,14 +120,18 @@ def find_start(
     if on_first_rank(lambda: is_network(folder), groups):
         with reads_together(groups):
             return read_network(folder)
-    return CheckpointStart(find_checkpoint(folder, reading, groups, setting)[0])
+    return CheckpointStart(find_checkpoint(folder, reading, groups, setting, starts=True)[0])
 
 
-def check_start(folder: Path, shapes: Mapping[str, Sequence[int]], *, adapters: bool = False) -> None:
+def check_start(
+    folder: Path, shapes: Mapping[str, Sequence[int]], *, adapters: bool = False, lora: bool = False
+) -> None:
     """Check that a run can start from a checkpoint.
 
     Args:
         shapes: unsharded shapes of the model without adapters and without auxiliary networks, or of the adapters.
+        adapters: whether they are shapes of adapters.
+        lora: whether the run trains adapters.
     """
     manifest = read_manifest(folder)
     if manifest.base is not None and not adapters:
@@ -136,7 +140,13 @@ def check_start(folder: Path, shapes: Mapping[str, Sequence[int]], *, adapters: 
             f"{manifest.base['folder']}; start from those, or from the merged model in the folder that "
             "launch.export --format diffusers writes"
         )
-    check_same_model(stored_parameters(folder), shapes, manifest.step)
+    cure = f"set model to the settings it was trained with, as {_factory(folder, lora=lora)} does"
+    check_same_model(stored_parameters(folder), shapes, f"checkpoint.start_from: {folder}", cure=cure)
+
+
+def _factory(folder: Path, *, lora: bool) -> str:
+    """Return the option of `launch.train` that takes the settings of the model from a folder."""
+    return f"--factory \"finetune{'_lora' * lora}(base='{folder}')\""
 
 
 def check_settings(start: Start, config: RunConfig) -> None:
@@ -146,7 +156,7 @@ def check_settings(start: Start, config: RunConfig) -> None:
         ConfigError: a setting differs that neither `MAY_DIFFER` nor `checkpoint.accept_changes` lists.
     """
     ours, theirs, accepted = vars(config.model), vars(start.model), config.checkpoint.accept_changes or []
-    recipe = "finetune" if start.base is None and config.model.adapters is None else "finetune_lora"
+    factory = _factory(start.folder, lora=start.base is not None or config.model.adapters is not None)
     may_differ = {*MAY_DIFFER} if start.base is None else {*MAY_DIFFER} - {"lora"}
     names = [name for name in ours if name in theirs and name not in may_differ and f"model.{name}" not in accepted]
     changed = [name for name in names if _effect(ours[name]) != _effect(theirs[name])]
@@ -155,8 +165,8 @@ def check_settings(start: Start, config: RunConfig) -> None:
         accept = json.dumps([*accepted, *(f"model.{name}" for name in changed)], separators=(",", ":"))
         raise ConfigError(
             f"checkpoint.start_from: {start.folder} has {stored}, but the model of the run has {new}; set these "
-            f"settings of model to the former, as --factory \"{recipe}(base='{start.folder}')\" does, or accept the "
-            f"latter: 'checkpoint.accept_changes={accept}'"
+            f"settings of model to the former, as {factory} does, or accept the latter: "
+            f"'checkpoint.accept_changes={accept}'"
         )
 
 
@@ -229,7 +239,7 @@ def start_line(config: RunConfig) -> str:
     path = str(config.checkpoint.start_from)
     start = unverified_start(path)
     if start is None:
-        return f"{path}, which has no checkpoint yet"
+        return f"{path}, which {'has no checkpoint' if Path(path).exists() else 'does not exist'} yet"
     if isinstance(start, CheckpointStart):
         line = f"{sum(map(math.prod, stored_parameters(start.folder).values())):,} parameters of {start.folder}"
     else:

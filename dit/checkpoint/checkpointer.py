@@ -157,7 +157,7 @@ class Checkpointer:
         with usable(folder / CONFIG_FILE):
             of_model = [str(change) for change in changes(saved, self.config) if change.path.startswith("model")]
         shapes = global_shapes(parameters_of(state.shards), state.groups)
-        check_same_model(stored_shapes(manifest), shapes, manifest.step, of_model)
+        check_same_model(stored_shapes(manifest), shapes, f"the checkpoint of step {manifest.step}", of_model)
         check_same_base(folder, manifest, state.base)
         if state.ema is not None and saved["training"]["ema_decay"] is None:
             raise CheckpointError(

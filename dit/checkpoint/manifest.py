@@ -164,13 +164,15 @@ def stored_shapes(manifest: Manifest) -> dict[str, list[int]]:
 def check_same_model(
     saved: Mapping[str, list[int]],
     expected: Mapping[str, Sequence[int]],
-    step: int,
+    checkpoint: str,
     settings: Sequence[str] = (),
+    cure: str = "use the settings it was trained with, or another training.run_dir",
 ) -> None:
-    """Check that a checkpoint of `step` belongs to the model about to be trained.
+    """Check that a checkpoint belongs to the model about to be trained.
 
     Args:
         saved, expected: unsharded shape of each parameter of the checkpoint, and of the model.
+        checkpoint: name of the checkpoint in the message.
         settings: changes of the model's settings since the checkpoint; the message lists them.
     """
     expected = {name: list(shape) for name, shape in expected.items()}
@@ -181,7 +183,7 @@ def check_same_model(
         has = "has" if unshared <= saved.keys() else "lacks"
         networks = " and ".join(sorted({name.partition(".")[0] for name in unshared}))
         raise ConfigError(
-            f"the checkpoint of step {step} {has} the {networks} that the objective adds "
+            f"{checkpoint} {has} the {networks} that the objective adds "
             f"({len(unshared)} parameters); set the objective back, or give another training.run_dir with "
             "checkpoint.start_from=this run folder, which loads the model without it"
         )
@@ -195,10 +197,8 @@ def check_same_model(
             differences.append(f"{name} is {saved[name]} in the checkpoint and {expected[name]} in the model")
     changed = f" ({'; '.join(settings)})" if settings else ""
     raise ConfigError(
-        f"the checkpoint of step {step} is of another model{changed}: {len(differences)} of {len(names)} parameters "
-        "differ: "
-        f"{first_few(differences, NUM_DIFFERENCES, '; ')}; use the settings it was trained with, or another "
-        "training.run_dir"
+        f"{checkpoint} is of another model{changed}: {len(differences)} of {len(names)} parameters differ: "
+        f"{first_few(differences, NUM_DIFFERENCES, '; ')}; {cure}"
     )
 
 

@@ -28,8 +28,8 @@ def candidates(path: Path | str) -> list[Path]:
     return CheckpointStore(path / "checkpoints", CheckpointConfig()).newest_first() if path.is_dir() else []
 
 
-def no_checkpoint(path: Path | str) -> CheckpointError:
-    """Return the error for a path without a valid checkpoint."""
+def no_checkpoint(path: Path | str, *, starts: bool = False) -> CheckpointError:
+    """Return the error for a path without a valid checkpoint; a run can also start from a folder of diffusers."""
     if any((Path(path) / name).is_file() for name in ("config.json", PIPELINE_INDEX)):
         return CheckpointError(
             f"{path} is a folder of diffusers, not of a run; import it with `python -m launch.import_weights --format "
@@ -37,7 +37,7 @@ def no_checkpoint(path: Path | str) -> CheckpointError:
         )
     return CheckpointError(
         f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "
-        "give the training.run_dir of a run that saved one"
+        f"give the training.run_dir of a run that saved one{', or a folder or hf:// address of diffusers' * starts}"
     )
 
 
@@ -46,6 +46,8 @@ def find_checkpoint(
     reading: Optional[ExitStack] = None,
     groups: Optional[ProcessGroups] = None,
     setting: Optional[str] = None,
+    *,
+    starts: bool = False,
 ) -> tuple[Path, int]:
     """Return a verified checkpoint folder and its step, from a run folder or one of its checkpoints.
 
@@ -53,6 +55,7 @@ def find_checkpoint(
         reading: the checkpoint is not deleted until this stack is closed; None for no protection.
         groups: ranks, which all call this and each hash a share of the files; None for one process.
         setting: name of the setting with the path, for messages.
+        starts: whether the path could also be a folder of diffusers, for messages.
     """
     is_checkpoint, folders = on_first_rank(lambda: (_is_checkpoint(Path(path)), candidates(path)), groups)
     try:
@@ -60,7 +63,7 @@ def find_checkpoint(
             return folders[0], verified_together(folders[0], groups, reading).step
         newest = newest_valid_together(folders, groups, reading)
         if newest is None:
-            raise no_checkpoint(path)
+            raise no_checkpoint(path, starts=starts)
     except CheckpointError as error:
         raise CheckpointError(f"{setting}: {error}" if setting else str(error)) from error
     return newest[0], newest[1].step

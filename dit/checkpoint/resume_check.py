@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit.config_record import CLASS_KEY, to_record
+from dit.config_record import CLASS_KEY, to_record, without_former
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 
@@ -92,7 +92,7 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
     if old_class != new_class:
         yield Change(name, old_class, new_class)
         return
-    new, defaults = to_record(part), {}
+    saved, new, defaults = without_former(saved), to_record(part), {}
     for field in dataclasses.fields(part):
         if field.default_factory is not dataclasses.MISSING:
             defaults[field.name] = to_record(field.default_factory())

@@ -187,7 +187,7 @@ class Allowed:
     """Candidates that the settings allow.
 
     Attributes:
-        refused: by reason (without its numbers): the number of refused candidates, and the first message.
+        refused: by reason (without its numbers and cure): the number of refused candidates, and the first message.
     """
 
     layouts: list[tuple[Candidate, ParallelDims]]
@@ -205,10 +205,10 @@ def allowed(problem: Problem, proposed: Iterator[Candidate]) -> Allowed:
             try:
                 checked[plain] = problem.dims_of(plain)
             except ConfigError as error:
-                checked[plain] = str(error).partition(";")[0]
+                checked[plain] = str(error)
         dims = checked[plain]
         if isinstance(dims, str):
-            reason = re.sub(r"\d+", "N", dims)
+            reason = re.sub(r"\d+", "N", dims.partition(";")[0])
             count, example = refused.get(reason, (0, dims))
             refused[reason] = count + 1, example
         elif dims.micro_batch_size == candidate.micro_batch_size:

@@ -80,7 +80,7 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     Args:
         stream: source of full packs.
-        flops: returns the executed training FLOPs of a micro-batch.
+        flops: returns the training FLOPs of a micro-batch, 0 on a rank whose count is not reported.
         shard: selects the local tokens of a full pack (context parallel).
         encode: turns pixels and captions into latents and texts (`dit.encoders.online`).
         phase: phase of this rank, updated while it waits for data.

@@ -286,7 +286,8 @@ class Run:
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.packs: Packs = balanced(self.state.stream, cost, dims.micro_batches, groups)
         maxima, train = config.fixed_packs(spec), self.train_shard
-        self.batches = DeviceBatches(self.packs, self.device, spec, cost, train, self.encode, self.phase, maxima)
+        flops = cost if groups.is_data_reader else lambda _: 0  # `rates` adds those of the readers
+        self.batches = DeviceBatches(self.packs, self.device, spec, flops, train, self.encode, self.phase, maxima)
         self.part_norms = PartNorms(self.state.optimizer, self.state.shards, config.training.log_interval)
         schedule, run_numbers = schedule_of(config.training), runner(graphed=config.training.cuda_graph)
         per_step = self.forward_step, self.rates, dims.micro_batches

@@ -112,7 +112,7 @@ def _summary(preparation: Preparation, total: UnitRecord, seconds: float) -> str
             if counts[name]:
                 lines.append(f"  {text}: {counted(counts[name], 'sample')} ({total.first_files[name]})")
         if counts["edited"]:
-            lines.append(f"  edited from another picture: {counted(counts['edited'], 'sample')}")
+            lines.append(f"  with a reference picture: {counted(counts['edited'], 'sample')}")
     for reason, count in total.skipped.most_common():
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
     if total.skips:

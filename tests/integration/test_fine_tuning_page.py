@@ -1,5 +1,6 @@
 """Pages of fine-tuning and FLUX.2: all commands work as shown, in order; training and sampling take few steps."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ def models_and_pictures(folder: Path) -> None:
     for name in ("pictures", "subject", "depth"):
         (folder / name).mkdir()
         for i in range(5):
-            Image.new("RGB", (32, 32), (200, 40 * i, 30)).save(folder / name / f"{i}.png")
+            side = 64 if name == "subject" else 32
+            Image.new("RGB", (side, side), (200, 40 * i, 30)).save(folder / name / f"{i}.png")
             if name == "pictures":
                 (folder / name / f"{i}.txt").write_text("a red circle")
 
@@ -58,6 +60,10 @@ def test_every_command_of_fine_tuning_works(tmp_path: Path) -> None:
     train = "python -m launch.train --yes --factory"
     pages.follow({f'{train} "{recipe}" {settings}': TRAINING for recipe, settings in described.items()}, tmp_path)
     assert [name for name in MADE if not (tmp_path / name).exists()] == []
+    subject, others = (
+        json.loads((tmp_path / "data" / name / "dataset.json").read_text()) for name in ("subject", "class")
+    )
+    assert list(subject["shapes"]) == list(others["shapes"]), "a picture of DreamBooth weighs as much as it has tokens"
 
 
 def test_every_command_of_flux2_works(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
             ],
         ),
         ("on adapters", ["has only adapters (LoRA) for the weights of", "/base/"]),
-        ("other rank", ["lora_A.weight"]),
+        ("other rank", ["lora_A.weight", "finetune_lora(base='"]),
         ("lora on lora", ["already has adapters"]),
         ("other base", ["has adapters (LoRA) for the weights of", "checkpoint.start_from="]),
     ],

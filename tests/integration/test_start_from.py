@@ -64,7 +64,9 @@ def test_a_stage_starts_from_the_average_of_the_previous_stage(tmp_path, one_ran
 
 
 def test_a_missing_start_is_an_error(tmp_path, one_rank_world):
-    with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint\.start_from: .*, or a folder or hf:// address of diffusers$"
+    ):
         find_start(str(tmp_path / "nowhere"), ExitStack(), one_rank_world)
 
 

@@ -340,17 +340,17 @@ def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):
     store = make_store(tmp_path)
     save(store, 1, fingerprint=model_fingerprint(shapes))
     saved = stored_shapes(newest_valid(store)[1])
-    check_same_model(saved, {k: list(v) for k, v in reversed(shapes.items())}, 1)
+    check_same_model(saved, {k: list(v) for k, v in reversed(shapes.items())}, "")
     other = {"layers.0.weight": (4, 16), "layers.0.bias": (8,), "tail.weight": (8, 2)}
     with pytest.raises(ConfigError) as raised:
-        check_same_model(saved, other, 1)
+        check_same_model(saved, other, "the checkpoint of step 1")
     message = str(raised.value)
     assert "the checkpoint of step 1 is of another model: 3 of 4 parameters differ" in message
     assert "layers.0.weight is [4, 8] in the checkpoint and [4, 16] in the model" in message
     assert "head.weight [8, 2] is only in the checkpoint" in message
     assert "tail.weight [8, 2] is only in the model" in message
     with pytest.raises(ConfigError, match="and 98 more"):
-        check_same_model(saved, {f"p{i}": (i,) for i in range(100)}, 1)
+        check_same_model(saved, {f"p{i}": (i,) for i in range(100)}, "")
 
 
 def test_ranks_that_verify_together_read_every_file_once(two_checkpoints, monkeypatch):

@@ -406,6 +406,13 @@ def test_settings_that_no_shape_depends_on_are_compared(folders: Path) -> None:
         start_line(replace(config, model=replace(config.model, rope_axes=[8, 4, 4])))
 
 
+def test_a_start_without_weights_yet_is_named(tmp_path: Path) -> None:
+    for path, missing in ((tmp_path, "has no checkpoint yet"), (tmp_path / "pixart", "does not exist yet")):
+        config = built(finetune())
+        config.checkpoint.start_from = str(path)
+        assert start_line(config) == f"{path}, which {missing}"
+
+
 def test_the_settings_that_may_differ_exist() -> None:
     names = {field.name for name in BACKBONES for field in fields(config_class(name))}
     assert set(MAY_DIFFER) <= names

@@ -79,6 +79,23 @@ def test_a_fingerprint_of_a_wrong_type_is_read_as_none(tmp_path: Path, stored: A
             read()
 
 
+@pytest.mark.parametrize(("adapters", "recipe"), [(False, "finetune"), (True, "finetune_lora")])
+def test_weights_of_another_size_are_refused_with_a_cure_for_a_start(
+    tmp_path: Path, adapters: bool, recipe: str
+) -> None:
+    """Another `training.run_dir` would start from the same weights."""
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    manifest = Manifest(step=3, files={}, meta={"fingerprint": {"parameters": {"w": [2]}}})
+    (folder / MANIFEST).write_text(manifest.to_text())
+    with pytest.raises(ConfigError, match=r"w is \[2\] in the checkpoint and \[3\] in the model") as caught:
+        check_start(folder, {"w": (3,)}, adapters=adapters, lora=adapters)
+    message = str(caught.value)
+    assert message.startswith(f"checkpoint.start_from: {folder} is of another model")
+    assert "run_dir" not in message
+    assert f"--factory \"{recipe}(base='{folder}')\"" in message
+
+
 @pytest.mark.parametrize("is_added", [True, False])
 def test_a_discriminator_in_only_one_of_run_and_checkpoint_is_named_with_the_cure(is_added):
     """The error does not report another model, and does not list the parameters."""
@@ -88,14 +105,14 @@ def test_a_discriminator_in_only_one_of_run_and_checkpoint_is_named_with_the_cur
     with pytest.raises(
         ConfigError, match=rf"step 3 {has} the discriminator .*\(2 parameters\).*checkpoint.start_from="
     ):
-        check_same_model(saved, expected, 3)
+        check_same_model(saved, expected, "the checkpoint of step 3")
     with pytest.raises(ConfigError, match="another model"):
-        check_same_model(saved, {**expected, "w": (2,), "v": (1,)}, 3)
+        check_same_model(saved, {**expected, "w": (2,), "v": (1,)}, "a run")
 
 
 def test_shapes_of_a_wrong_type_differ() -> None:
     with pytest.raises(ConfigError, match=r"w is 5 in the checkpoint and \[2\] in the model"):
-        check_same_model({"w": 5}, {"w": (2,)}, 3)
+        check_same_model({"w": 5}, {"w": (2,)}, "a run")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_pictures_of_the_same_name_are_a_pair(tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert "skipped, no_reference: 1; alone.png: --reference" in said
     assert "skipped, bad_image: 1; broken.png: its reference: " in said
-    assert f"edited from another picture: {COUNT} samples" in said
+    assert f"with a reference picture: {COUNT} samples" in said
     assert numbers(pairs_of(tmp_path / "out"), PAIRS) == set(range(COUNT))
 
 
@@ -206,7 +206,7 @@ def test_further_folders_have_further_references(tmp_path: Path, capsys: pytest.
     assert prepare(edited, tmp_path / "out", "--reference", originals, styles, poses) == EXIT_OK
     said = capsys.readouterr().out
     assert f"skipped, no_reference: 1; 2.png: --reference {styles} has no picture of its name" in said
-    assert "edited from another picture: 3 samples" in said
+    assert "with a reference picture: 3 samples" in said
     tall, wide = (32, 16), (16, 32)
     expected = {"0.png": [tall, (24, 8), (8, 24)], "1.png": [wide, (24, 8)], "deep/3.png": [wide]}
     assert shapes(tmp_path / "out") == expected

@@ -8,14 +8,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dit.checkpoint.resume_check import changes, check_same_experiment
 from dit.config_record import CLASS_KEY, from_record, to_record, trust_prefix
 from dit.errors import CheckpointError, ConfigError
+from dit.run_config import RunConfig
 from dit.training.pretrain import pretrain
 from examples.letters.recipes import letters_dit
 from launch import config_file
 from launch.overrides import apply_overrides
 from launch.train import load_component
-from recipes.tiny import tiny_dit
+from recipes.tiny import tiny_dit, tiny_edm2
 
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=0, max_size=12)
 
@@ -66,6 +68,22 @@ def test_the_record_in_a_run_folder_is_a_valid_configuration(tmp_path):
     parts = {name: fiddle.build(getattr(tiny_dit(), name)) for name in tiny_dit().__arguments__}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_record(parts)))
     assert built(config_file.load(tmp_path, pretrain, load_component)) == built(tiny_dit())
+
+
+def test_a_record_may_have_a_former_setting_without_effect(tmp_path):
+    """It starts, resumes and draws the run; with another value, which had an effect, it is refused with a cure."""
+    config = config_file.built(tiny_edm2())
+    record = config.to_record()
+    record["model"]["dropout"] = 0.0
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
+    loaded = config_file.built(config_file.load(tmp_path, pretrain, load_component))
+    assert loaded == config == RunConfig.from_record(record)
+    assert changes(record, config) == []
+    record["model"]["dropout"] = 0.1
+    with pytest.raises(CheckpointError, match="'dropout'; read it with the version that wrote it"):
+        RunConfig.from_record(record)
+    with pytest.raises(ConfigError, match=r"0\.1 -> no longer a setting\..*accept_changes=\[\"model\.dropout\"\]'"):
+        check_same_experiment(tmp_path, record, config, [])
 
 
 @pytest.mark.parametrize(

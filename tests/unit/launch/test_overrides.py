@@ -183,7 +183,7 @@ def test_the_error_for_a_setting_of_another_part_names_that_part(text, says):
 
 
 def test_the_error_for_the_name_of_another_setting_as_a_value_names_that_setting():
-    says = "training.precision=fp8 is not one of bf16, fp16, fp32; did you mean training.fp8, which is one of tensor"
+    says = "=fp8 is unknown; use one of bf16, fp16, fp32; did you mean training.fp8, which is one of tensor"
     with pytest.raises(ConfigError, match=says):
         overridden("training.precision=fp8")
 

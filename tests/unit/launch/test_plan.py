@@ -119,6 +119,13 @@ def test_only_layouts_that_a_run_accepts_are_searched(settings, says):
         assert problem.check(problem.layout_of(candidate), training) == dims
 
 
+def test_refusals_have_a_cure_if_no_layout_is_allowed(capsys):
+    """A UNet is not split, and four replicas cannot share the two samples of a step."""
+    assert plan.main(["--factory", "tiny_ddpm_unet", "--gpus", "4", "training.global_batch_size=2"]) == EXIT_CONFIG
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "not allowed, for example: " in line]
+    assert "training.global_batch_size=2 is not a multiple of the data-parallel size 4; use 4, or " in line
+
+
 def test_a_layout_whose_trace_does_not_fit_is_not_recommended(written, monkeypatch, tmp_path, capsys):
     """All but one layer fit by their price; the first one's trace needs more."""
     from dit.planner import plan as planned

@@ -94,6 +94,12 @@ def test_a_model_that_fits_with_no_method_is_refused_with_the_number_of_gpus(mon
         finetune(gpus=0)
 
 
+def test_a_missing_base_is_refused_with_every_kind_of_base() -> None:
+    message = r"base='runs/none': .* give the training\.run_dir .*, or a folder or hf:// address of diffusers$"
+    with pytest.raises(ConfigError, match=message):
+        finetune(base="runs/none")
+
+
 def test_a_missing_number_of_gpus_changes_no_setting() -> None:
     config = built(finetune())
     assert (config.training.recompute, config.training.ema_offload, config.optimizer.offload) == ("none", False, False)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from dit.backends.device import peak_flops
 from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
 from dit.data_api import SampleCounts
+from dit.monitoring.flops import PackFlops
 from dit.optimizer.part_norms import part_of
 from dit.step.forward_step import training_forward_step
 from dit.training import rates
@@ -50,6 +52,23 @@ def test_norms_of_parts_equal_autograd_in_logged_steps_only(tmp_path, one_rank_w
     assert {"grad_norm/embed", "grad_norm/layers.attention", "grad_norm/head"} < set(measured)
     assert run.part_norms.take() == {}
     run.close()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_operations_are_counted_once_per_replica(
+    tmp_path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """The first pack of each shape is traced, and `rates` adds the counts of data readers only."""
+
+    class Groups(ProcessGroups):
+        is_data_reader = reads  # type: ignore[assignment]
+
+    counted: list[PackedBatch] = []
+    monkeypatch.setattr(PackFlops, "of_pack", lambda _, pack: len(counted.append(pack) or counted))
+    run = tiny_run(tmp_path, Groups(**vars(one_rank_world)), *ONE_STREAM)
+    run.step(torch.zeros(2))
+    run.close()
+    assert (len(counted) > 0) == reads
 
 
 @pytest.mark.parametrize(
