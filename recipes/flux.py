@@ -7,8 +7,8 @@ Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
 import nemo_run as run
 
 from dit.models.base import ModelConfig
-from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.streams.families import ChromaConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Constant
 from dit.settings import OptimizerConfig

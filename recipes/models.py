@@ -11,19 +11,15 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.edm2_unet.config import EDM2UNetConfig
 from dit.models.flux.config import FluxConfig
-from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
-from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.prx.config import PRXConfig
-from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.routing_config import RoutingConfig
 from dit.models.sana.config import SanaConfig
-from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
+from dit.models.streams.families import Flux2Config, Lumina2Config, QwenImageConfig, SD3Config, ZImageConfig
 from dit.models.wan.config import WanConfig
-from dit.models.z_image.config import ZImageConfig
 from recipes.base import part
 
 _model = partial(part, ModelConfig)
