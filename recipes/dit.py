@@ -5,6 +5,7 @@ Names, sizes and settings are those of NeMo: EDM on latents of 16 channels, patc
 """
 
 import math
+from typing import Optional
 
 import nemo_run as run
 
@@ -69,6 +70,17 @@ def as_large_model(recipe: run.Partial, *, lr: float = 1e-4) -> run.Partial:
     """Give a recipe the optimizer of NeMo's large models: warm-up over 100 steps, betas 0.9 and 0.95, decay 0.1."""
     recipe.optimizer = run.Config(OptimizerConfig, lr=lr, beta1=0.9, beta2=0.95, weight_decay=0.1)
     recipe.schedule = run.Config(Constant, warmup_steps=100)
+    return recipe
+
+
+def on_images(
+    model: run.Config[ModelConfig], micro_batch: int, batch: int, *, min_score: Optional[float] = None
+) -> run.Partial:
+    """Return a large model on images of 256 tokens, equal shapes to a batch, with at least an aesthetic score."""
+    recipe = as_large_model(text_conditional(model))
+    recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
+    recipe.data.min_aesthetic_score = min_score
+    recipe.training.micro_batch_size, recipe.training.global_batch_size = micro_batch, batch
     return recipe
 
 
@@ -144,17 +156,12 @@ def pretrain_xl_dfm() -> run.Partial:
     return recipe
 
 
-@registered
-def pretrain_7b() -> run.Partial:
-    """DiT-7B with text (7.19 B) on images of 256 px: 16 x 80 GB or more.
+pretrain_7b = variant("pretrain_7b", lambda: on_images(dit_cross_7b(), 9, 4608))
+"""DiT-7B with text (7.19 B) on images of 256 px: 16 x 80 GB or more.
 
-    Weights and gradients take 40 GiB on every GPU; the optimizer (80 GiB) and the average (27 GiB) are spread over all
-    of them. Steps have 512 micro-batches: on 128 GPUs each makes 4.
-    """
-    recipe = as_large_model(text_conditional(dit_cross_7b()))
-    recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
-    recipe.training.micro_batch_size, recipe.training.global_batch_size = 9, 4608
-    return recipe
+Weights and gradients take 40 GiB on every GPU; the optimizer (80 GiB) and the average (27 GiB) are spread over all
+of them. Steps have 512 micro-batches: on 128 GPUs each makes 4.
+"""
 
 
 @registered

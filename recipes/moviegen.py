@@ -10,7 +10,7 @@ import nemo_run as run
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from recipes.base import registered, variant
-from recipes.dit import as_large_model, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
+from recipes.dit import as_large_model, as_tiny, on_images, on_tensor_parallel, text_conditional, with_fsdp
 from recipes.models import moviegen_1b, moviegen_3b, moviegen_5b, moviegen_30b
 
 tiny_moviegen = variant(
@@ -24,40 +24,30 @@ Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
 """
 
 
-def _images(model: run.Config, micro_batch_size: int, global_batch_size: int) -> run.Partial:
-    """Return stage 1 of a model: images of 256 tokens, equal shapes to a batch."""
-    recipe = as_large_model(text_conditional(model))
-    recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
-    recipe.training.micro_batch_size, recipe.training.global_batch_size = micro_batch_size, global_batch_size
-    return recipe
+pretrain_ditllama1b = variant(
+    "pretrain_ditllama1b",
+    lambda: on_images(moviegen_1b(), 96, 1536, min_score=4.0),
+    training={"validation_interval": 3_000},
+    checkpoint={"interval": 3_000},
+)
+"""MovieGen-1B (1.54 B) on images of 256 px: 16 x 80 GB.
 
+Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
+(`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is one step. Images below an aesthetic
+score of 4 are left out; checkpoint and held-out loss every 3000 steps.
+"""
 
-@registered
-def pretrain_ditllama1b() -> run.Partial:
-    """MovieGen-1B (1.54 B) on images of 256 px: 16 x 80 GB.
+pretrain_ditllama3b = variant(
+    "pretrain_ditllama3b",
+    lambda: on_images(moviegen_3b(), 48, 1536, min_score=4.0),
+    training={"validation_interval": 3_000, "recompute": "full", "recompute_layers": 12},
+    checkpoint={"interval": 3_000},
+)
+"""MovieGen-3B (5.02 B) on images of 256 tokens: 32 x 80 GB, 66 GiB each.
 
-    Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
-    (`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is one step. Images below an aesthetic
-    score of 4 are left out; checkpoint and held-out loss every 3000 steps.
-    """
-    recipe = _images(moviegen_1b(), 96, 1536)
-    recipe.data.min_aesthetic_score = 4.0
-    recipe.training.validation_interval = recipe.checkpoint.interval = 3_000
-    return recipe
-
-
-@registered
-def pretrain_ditllama3b() -> run.Partial:
-    """MovieGen-3B (5.02 B) on images of 256 tokens: 32 x 80 GB, 66 GiB each.
-
-    28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
-    on each of 32 GPUs is one step; --dryrun estimates 92 GiB with no layer recomputed.
-    """
-    recipe = _images(moviegen_3b(), 48, 1536)
-    recipe.training.recompute, recipe.training.recompute_layers = "full", 12
-    recipe.data.min_aesthetic_score = 4.0
-    recipe.training.validation_interval = recipe.checkpoint.interval = 3_000
-    return recipe
+28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
+on each of 32 GPUs is one step; --dryrun estimates 92 GiB with no layer recomputed.
+"""
 
 
 @run.cli.factory(target=pretrain)
@@ -69,7 +59,7 @@ def pretrain_ditllama5b_wide28() -> run.Partial:
     return pretrain_ditllama3b()
 
 
-pretrain_ditllama5b = variant("pretrain_ditllama5b", lambda: _images(moviegen_5b(), 12, 4608))
+pretrain_ditllama5b = variant("pretrain_ditllama5b", lambda: on_images(moviegen_5b(), 12, 4608))
 """MovieGen-5B (5.74 B), stage 1: images of 256 px: 16 x 80 GB or more.
 
 Weights and gradients take 32 GiB on every GPU; optimizer and average are spread over all of them.
@@ -107,7 +97,7 @@ def pretrain_ditllama5b_stage3() -> run.Partial:
 
 
 pretrain_ditllama30b = variant(
-    "pretrain_ditllama30b", lambda: with_fsdp(_images(moviegen_30b(), 6, 9216)), data={"min_aesthetic_score": 4.0}
+    "pretrain_ditllama30b", lambda: with_fsdp(on_images(moviegen_30b(), 6, 9216, min_score=4.0))
 )
 """MovieGen-30B (33.4 B), stage 1: images of 256 px: 128 x 80 GB.
 
