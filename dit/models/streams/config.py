@@ -12,7 +12,7 @@ from dit.errors import ConfigError
 from dit.models.base import Supports
 from dit.models.conditioned import NULLS, NullTextConditioned
 from dit.models.transformer_config import Activation, TransformerModelConfig, check_query_groups
-from dit.ranges import LAYERS, LAYERS_OR_ZERO, NOT_NEGATIVE, PATCHES, RANGE, WIDTH, ranged
+from dit.ranges import LAYERS, LAYERS_OR_ZERO, NOT_NEGATIVE, PATCHES, RANGE, WIDTH, check_unused, ranged
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 TextPositions = Literal["origin", "own_axis", "after_image", "before_image"]
@@ -167,11 +167,9 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                     f": the two streams of {type(self).__name__} meet only in single blocks, and each block has one "
                     "attention; use 0 and at least 1"
                 )
-        elif self.num_query_groups is not None:
-            raise ConfigError(
-                f"model.num_query_groups={self.num_query_groups} has no effect with {type(self).__name__}, whose "
-                "blocks have one key and value head per query head; use None"
-            )
+        else:
+            where = f"with {type(self).__name__}, whose blocks have one key and value head per query head"
+            check_unused("model", self, ["num_query_groups"], where, "use None")
         if self.num_single_layers and self.block == "adaln_zero" and self.ffn_size % self.num_attention_heads:
             nearest = max(1, round(self.ffn_size / self.num_attention_heads)) * self.num_attention_heads
             raise ConfigError(
