@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from dit.errors import ConfigError
-from dit.models.streams.config import Positions, StreamsConfig
-from dit.models.transformer_config import Activation
+from dit.models.streams.config import StreamsConfig
+from dit.models.transformer_config import Activation, Positions
 from dit.ranges import WIDTH, check_unused, ranged
 
 
@@ -29,12 +29,8 @@ class ChromaConfig(StreamsConfig):
     num_joint_layers: int = 19
     num_single_layers: int = 38
     ffn_hidden_size: Optional[int] = 12288
-    approximator: list[int] = ranged([64, 5120, 5], WIDTH)
+    approximator: list[int] = ranged([64, 5120, 5], WIDTH)  # type: ignore[misc]
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
-
-    @property
-    def approximator_sizes(self) -> list[int]:
-        return self.approximator
 
     def validate(self) -> None:
         super().validate()
@@ -170,7 +166,7 @@ class ZImageConfig(StreamsConfig):
     reversed_time = True
     time_hidden_size = 1024
     modulation_silu = False
-    learned_padding = 32
+    sample_multiple = 32
     text_positions = "before_image"
 
     in_channels: int = 16
