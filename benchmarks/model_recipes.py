@@ -10,7 +10,7 @@ from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelConfig
 from recipes import flux, imagen, stdit, wan
 from recipes.base import registered, variant
-from recipes.dit import as_large_model, as_mock, on_tensor_parallel, with_fsdp
+from recipes.dit import as_large_model, as_mock, flow_conditional, on_tensor_parallel, with_fsdp
 from recipes.models import flux_dev, stdit_3b, stdit_s, stdit_xl, wan_1_3b, wan_2_2_ti2v_5b, wan_14b
 
 CLIP_1K = (4, 32, 32)
@@ -52,7 +52,7 @@ def mock_stdit3b() -> run.Partial:
 
 def _wan(model: run.Config[ModelConfig], samples: int) -> run.Partial:
     """Return 15 steps of synthetic clips under DFM's layout."""
-    recipe = on_tensor_parallel(as_mock(as_large_model(wan.wan(model)), CLIP_480P), 2)
+    recipe = on_tensor_parallel(as_mock(as_large_model(flow_conditional(model, **wan.FLOW)), CLIP_480P), 2)
     recipe.parallel.context_parallel_size = 4
     recipe.training.global_batch_size = samples
     return recipe

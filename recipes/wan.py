@@ -3,23 +3,20 @@
 The forms at full size measure systems and live in benchmarks/model_recipes.py.
 """
 
+from typing import Any
+
 import nemo_run as run
 
-from dit.models.base import ModelConfig
 from dit.models.wan.config import WanConfig
 from recipes.base import variant
 from recipes.dit import as_tiny, flow_conditional
 
+FLOW: dict[str, Any] = {"guidance_scale": 5.0, "time_shift": 3.0}
+"""Settings of `flow_conditional`: times are moved towards noise, as long sequences need."""
 
-def wan(model: run.Config[ModelConfig]) -> run.Partial:
-    """Return flow matching with times moved towards noise, as long sequences want them.
-
-    Texts are left out for one sample in ten, this project's choice.
-    """
-    return flow_conditional(model, guidance_scale=5.0, time_shift=3.0)
-
-
-tiny_wan = variant("tiny_wan", lambda: as_tiny(wan(run.Config(WanConfig))), model={"ffn_hidden_size": 128})
+tiny_wan = variant(
+    "tiny_wan", lambda: as_tiny(flow_conditional(run.Config(WanConfig), **FLOW)), model={"ffn_hidden_size": 128}
+)
 """2-layer Wan of width 64, images and clips with texts: any machine.
 
 Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
