@@ -19,15 +19,22 @@ from dit.training.pretrain import pretrain
 Kind = TypeVar("Kind")
 
 
-def part(target: type, name: str, kind: type[Kind], **settings: Any) -> Callable[[], run.Config[Kind]]:
-    """Return a factory of `run.Config(kind, **settings)`, under a name for overrides of a setting of type `target`.
+def part(
+    target: type, name: str, kind: type[Kind] | Callable[[], run.Config[Kind]], **settings: Any
+) -> Callable[[], run.Config[Kind]]:
+    """Return a factory of a part, under a name for overrides of a setting of type `target`.
+
+    The part is `run.Config(kind, **settings)`, or that of another factory with changed settings.
 
     `recipes.registry` reads its description from the string after the assignment: `NAME = part(TARGET, "NAME", KIND)`,
     or `NAME = helper("NAME", KIND)` after `helper = partial(part, TARGET)`.
     """
 
     def factory() -> run.Config[Kind]:
-        return run.Config(kind, **copy.deepcopy(settings))
+        made = run.Config(kind) if isinstance(kind, type) else kind()
+        for setting, value in copy.deepcopy(settings).items():
+            setattr(made, setting, value)
+        return made
 
     factory.__name__ = name  # for messages
     return run.cli.factory(factory, target=target, name=name)

@@ -38,13 +38,8 @@ imagen_base_500m = part(
 """Imagen's regular UNet at 64 px (524,897,540): 256 to 1024 channels, fused attention at 8, 16, 32 px."""
 
 
-@run.cli.factory(target=ModelConfig)
-def imagen_base_2b() -> run.Config[UNetConfig]:
-    """Imagen's regular UNet at 64 px (2,171,162,116): 512 to 2048 channels; otherwise as imagen_base_500m."""
-    model = imagen_base_500m()
-    model.hidden_size, model.condition_size = 512, 2048
-    return model
-
+imagen_base_2b = part(ModelConfig, "imagen_base_2b", imagen_base_500m, hidden_size=512, condition_size=2048)
+"""Imagen's regular UNet at 64 px (2,171,162,116): 512 to 2048 channels; otherwise as imagen_base_500m."""
 
 imagen_sr_400m = part(
     ModelConfig,
