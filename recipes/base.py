@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 import nemo_run as run
@@ -18,15 +19,22 @@ from dit.training.pretrain import pretrain
 Kind = TypeVar("Kind")
 
 
-def part(target: type, name: str, kind: type[Kind], **settings: Any) -> Callable[[], run.Config[Kind]]:
-    """Return a factory of `run.Config(kind, **settings)`, under a name for overrides of a setting of type `target`.
+def part(
+    target: type, name: str, kind: type[Kind] | Callable[[], run.Config[Kind]], **settings: Any
+) -> Callable[[], run.Config[Kind]]:
+    """Return a factory of a part, under a name for overrides of a setting of type `target`.
+
+    The part is `run.Config(kind, **settings)`, or that of another factory with changed settings.
 
     `recipes.registry` reads its description from the string after the assignment: `NAME = part(TARGET, "NAME", KIND)`,
     or `NAME = helper("NAME", KIND)` after `helper = partial(part, TARGET)`.
     """
 
     def factory() -> run.Config[Kind]:
-        return run.Config(kind, **copy.deepcopy(settings))
+        made = run.Config(kind) if isinstance(kind, type) else kind()
+        for setting, value in copy.deepcopy(settings).items():
+            setattr(made, setting, value)
+        return made
 
     factory.__name__ = name  # for messages
     return run.cli.factory(factory, target=target, name=name)
@@ -38,8 +46,37 @@ def named_recipe(name: str, recipe: Callable[..., run.Partial]) -> Callable[...,
     return run.cli.factory(recipe, target=pretrain, name=name)
 
 
+def variant(name: str, base: Callable[..., run.Partial], /, **changes: Any) -> Callable[..., run.Partial]:
+    """Register the recipe `base` with other settings and the folder `runs/NAME`, as `named_recipe`.
+
+    Args:
+        changes: for each part, a dictionary of the settings that differ, or the part or a factory of it.
+    """
+
+    @wraps(base, assigned=())
+    def recipe(*args: Any, **options: Any) -> run.Partial:
+        made = base(*args, **options)
+        made.training.run_dir = f"runs/{name}"
+        for part, change in changes.items():
+            change = change() if callable(change) else copy.deepcopy(change)
+            if isinstance(change, dict):
+                for setting, value in change.items():
+                    setattr(getattr(made, part), setting, value)
+            else:
+                setattr(made, part, change)
+        return made
+
+    return named_recipe(name, recipe)
+
+
+def registered(function: Callable[..., run.Partial]) -> Callable[..., run.Partial]:
+    """Register a function as a recipe under its name, with the folder `runs/NAME`."""
+    recipe = variant(function.__name__, function)
+    recipe.__doc__ = function.__doc__
+    return recipe
+
+
 def base_run(
-    run_dir: str,
     model: run.Config[ModelConfig],
     data: run.Config[DataConfig],
     objective: run.Config[Objective],
@@ -54,7 +91,7 @@ def base_run(
         optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
         schedule=run.Config(Constant),
         parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
-        training=run.Config(TrainingConfig, run_dir=run_dir, precision="bf16", ema_decay=0.9999),
+        training=run.Config(TrainingConfig, precision="bf16", ema_decay=0.9999),
         checkpoint=run.Config(CheckpointConfig),
         logging=run.Config(LoggingConfig),
         sampling=sampling,
@@ -70,21 +107,21 @@ def small_run(run_dir: str, model: run.Config[ModelConfig], data: run.Config[Dat
     * `training.precision` is fp32, which every device supports.
     """
     sampling = run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=2.0)
-    recipe = base_run(run_dir, model, data, run.Config(FlowMatching), sampling)
+    recipe = base_run(model, data, run.Config(FlowMatching), sampling)
     recipe.optimizer.lr = 1e-3
     recipe.schedule = run.Config(Cosine, warmup_steps=100, min_lr=1e-5)
     recipe.parallel = run.Config(ParallelConfig)
     training = recipe.training
-    training.num_steps, training.micro_batch_size, training.global_batch_size = 2000, 1, 2
+    training.run_dir, training.num_steps, training.micro_batch_size, training.global_batch_size = run_dir, 2000, 1, 2
     training.precision, training.ema_decay = "fp32", 0.995
     recipe.checkpoint.interval = 250
     return recipe
 
 
-def short_run(recipe: run.Partial, name: str) -> run.Partial:
-    """Give a recipe of a tiny model the folder `runs/NAME` and 20 steps of 8 samples in fp32."""
+def short_run(recipe: run.Partial) -> run.Partial:
+    """Give a recipe of a tiny model 20 steps of 8 samples in fp32."""
     training = recipe.training
-    training.run_dir, training.num_steps, training.log_interval = f"runs/{name}", 20, 1
+    training.num_steps, training.log_interval = 20, 1
     training.micro_batch_size, training.global_batch_size, training.precision = 4, 8, "fp32"
     training.validation_interval = training.sample_interval = 0
     recipe.checkpoint.interval = 10

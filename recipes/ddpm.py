@@ -6,16 +6,15 @@ from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.optimizer.schedules import TorchOneCycle
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
-from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run, short_run
+from recipes.base import base_run, registered, short_run, variant
 from recipes.components import ddpm
 
 CIFAR10_EPOCH = 391  # steps of 128 for 50,000 pictures
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def ddpm_cifar10() -> run.Partial:
     """CIFAR-10, class-conditional DDPM UNet (15.66 M), 25 epochs: one GPU.
 
@@ -31,7 +30,7 @@ def ddpm_cifar10() -> run.Partial:
     sampling = run.Config(
         SamplingConfig, solver="ancestral", num_steps=1000, variance="large", guidance_scale=3.0, raw_weights=True
     )
-    recipe = base_run("runs/ddpm_cifar10", run.Config(DDPMUNetConfig), data, ddpm(), sampling)
+    recipe = base_run(run.Config(DDPMUNetConfig), data, ddpm(), sampling)
     recipe.optimizer.lr, recipe.optimizer.weight_decay = 5e-3, 1e-3
     recipe.schedule = run.Config(TorchOneCycle)
     recipe.parallel = run.Config(ParallelConfig)
@@ -43,19 +42,14 @@ def ddpm_cifar10() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def ddpm_cifar10_512() -> run.Partial:
-    """CIFAR-10, class-conditional DDPM UNet with 512 channels in the middle (23.34 M): one GPU.
+ddpm_cifar10_512 = variant("ddpm_cifar10_512", ddpm_cifar10, model={"mid_out_channels": [512, 512, 256]})
+"""CIFAR-10, class-conditional DDPM UNet with 512 channels in the middle (23.34 M): one GPU.
 
-    Everything else is as in ddpm_cifar10.
-    """
-    recipe = ddpm_cifar10()
-    recipe.model.mid_out_channels = [512, 512, 256]
-    recipe.training.run_dir = "runs/ddpm_cifar10_512"
-    return recipe
+Everything else is as in ddpm_cifar10.
+"""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_ddpm_unet() -> run.Partial:
     """DDPM UNet with 8 and 16 channels, 16 x 16 pictures: any machine.
 
@@ -67,4 +61,4 @@ def tiny_ddpm_unet() -> run.Partial:
     recipe.parallel.data_parallel = "ddp"
     recipe.training.ema_start_step = 10
     recipe.sampling.num_steps, recipe.sampling.raw_weights = 10, False
-    return short_run(recipe, "tiny_ddpm_unet")
+    return short_run(recipe)

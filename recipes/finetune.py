@@ -189,7 +189,7 @@ def _settings(base: str, *, published: bool = False) -> dict[str, Any]:
 
 def _on_base(name: str, base: Optional[str], published: Optional[Published] = None) -> run.Partial:
     """Return a training on `data/mine` from the weights of `base`; of `published` or `pretrain` if none is given."""
-    recipe = text_conditional(name, dit_cross_s())
+    recipe = text_conditional(dit_cross_s())
     recipe.data = run.Config(EnergonData, path="data/mine")
     if published is not None:
         recipe.model = published.model()
@@ -211,9 +211,10 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
     recipe.checkpoint.start_from = base or ("runs/pretrain" if published is None else published.folder)
     recipe.checkpoint.interval = 250
     recipe.optimizer.lr = 1e-5
-    recipe.training.num_steps, recipe.training.global_batch_size = 2000, 4
+    training = recipe.training
+    training.run_dir, training.num_steps, training.global_batch_size = f"runs/{name}", 2000, 4
     # An average over so few steps must be short: it starts at the base's weights.
-    recipe.training.ema_decay, recipe.training.validation_interval = 0.99, 0
+    training.ema_decay, training.validation_interval = 0.99, 0
     return recipe
 
 

@@ -4,20 +4,16 @@ Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers.
 Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import nemo_run as run
 
 from dit.models.base import ModelConfig
-from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.streams.families import ChromaConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Constant
 from dit.settings import OptimizerConfig
-from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.base import named_recipe, part
+from recipes.base import part, registered, variant
 from recipes.dit import as_mock, flow_conditional, in_seconds, on_tensor_parallel, with_fsdp
 from recipes.models import (
     flux2_dev,
@@ -40,7 +36,7 @@ chroma_9b = part(ModelConfig, "chroma_9b", ChromaConfig)
 """Chroma (8.90 B): FLUX.1 with a network of 278 M that computes all modulations; text of 4096."""
 
 
-def flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
+def flux(model: run.Config[ModelConfig]) -> run.Partial:
     """Return NeMo's setting of FLUX.1: micro-batches of one sample, two per step, AdamW at 1e-4, logit-normal times.
 
     Deviations: texts are left out for one sample in ten, and samples are drawn with averaged weights (decay 0.9999);
@@ -48,36 +44,32 @@ def flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
     Source: NeMo 2.x, recipes `flux_12b` and `flux_535m`; times: Esser et al. 2024, arXiv:2403.03206, section 3.1.
     """
-    recipe = flow_conditional(name, model, guidance_scale=3.5)
+    recipe = flow_conditional(model, guidance_scale=3.5)
     recipe.training.num_steps, recipe.training.global_batch_size = 1_168_251, 2
     return recipe
 
 
 def _at_1024(
-    model: Callable[[], run.Config[Any]],
+    model: run.Config[ModelConfig],
     data: str,
     *,
     tensor: int = 1,
     context: int = 1,
     batch: int = 8,
     time_shift: float = 1.0,
-) -> Callable[[], run.Partial]:
+) -> run.Partial:
     """Return a recipe on images of 1024 px with FSDP; layers are spread over `tensor` GPUs, tokens over `context`."""
-
-    def training() -> run.Partial:
-        recipe = with_fsdp(flux(training.__name__, model()))  # `named_recipe` sets this name
-        if tensor > 1:
-            on_tensor_parallel(recipe, tensor)
-        recipe.parallel.context_parallel_size = context
-        recipe.data = run.Config(EnergonData, path=f"data/{data}", max_tokens_per_sample=4096, bucket_by_shape=True)
-        recipe.training.global_batch_size = batch
-        recipe.objective.time_shift = time_shift
-        return recipe
-
-    return training
+    recipe = with_fsdp(flux(model))
+    if tensor > 1:
+        on_tensor_parallel(recipe, tensor)
+    recipe.parallel.context_parallel_size = context
+    recipe.data = run.Config(EnergonData, path=f"data/{data}", max_tokens_per_sample=4096, bucket_by_shape=True)
+    recipe.training.global_batch_size = batch
+    recipe.objective.time_shift = time_shift
+    return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_flux() -> run.Partial:
     """FLUX of width 64, one block of each kind, images and clips with texts: any machine.
 
@@ -86,26 +78,24 @@ def tiny_flux() -> run.Partial:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "rope_axes": [4, 6, 6]}
     conditions = {"in_channels": 4, "context_size": 32, "pooled_size": 16}
     model = run.Config(FluxConfig, num_joint_layers=1, num_single_layers=1, **sizes, **conditions)
-    return in_seconds(flux("tiny_flux", model))
+    return in_seconds(flux(model))
 
 
-@run.cli.factory(target=pretrain)
-def flux_535m() -> run.Partial:
-    """FLUX.1 cut to one block of each kind (535 M) on synthetic images of 1024 px, 15 steps: one 24 GB GPU.
+flux_535m = variant("flux_535m", lambda: as_mock(flux(flux_two_layers()), IMAGE_1024, text_tokens=256))
+"""FLUX.1 cut to one block of each kind (535 M) on synthetic images of 1024 px, 15 steps: one 24 GB GPU.
 
-    For measurements, and to check a machine. `--dryrun` estimates 10 GiB.
-    """
-    return as_mock(flux("flux_535m", flux_two_layers()), IMAGE_1024, text_tokens=256)
+For measurements, and to check a machine. `--dryrun` estimates 10 GiB.
+"""
 
 
-flux_12b = named_recipe("flux_12b", _at_1024(flux_dev, "latents_1024", tensor=2, context=2, batch=2))
+flux_12b = variant("flux_12b", lambda: _at_1024(flux_dev(), "latents_1024", tensor=2, context=2, batch=2))
 """FLUX.1 (11.9 B) on images of 1024 px: 8 x 80 GB.
 
 `--dryrun` estimates 43 GiB on each GPU.
 """
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def flux_mlperf() -> run.Partial:
     """MLPerf Training's FLUX.1 (11.9 B): 256 px, 512 tokens with the text, 512 images per step, FSDP: 8 x 80 GB.
 
@@ -120,7 +110,7 @@ def flux_mlperf() -> run.Partial:
     Source: mlcommons/training, text_to_image, which trains with pytorch/torchtitan at 9603aa83; mlcommons/logging,
     rcps_flux1.json of training 6.0, row of batch 512.
     """
-    recipe = with_fsdp(flux("flux_mlperf", flux_dev()))
+    recipe = with_fsdp(flux(flux_dev()))
     recipe.objective, recipe.sampling.guidance_scale = run.Config(FlowMatching), 5.0
     recipe.data = run.Config(
         EnergonData, path="data/cc12m_256", max_text_tokens=256, bucket_by_shape=True, validation_samples=29_696
@@ -134,54 +124,58 @@ def flux_mlperf() -> run.Partial:
     return recipe
 
 
-flux2_32b = named_recipe("flux2_32b", _at_1024(flux2_dev, "latents_1024_flux2", tensor=4, batch=16))
+flux2_32b = variant("flux2_32b", lambda: _at_1024(flux2_dev(), "latents_1024_flux2", tensor=4, batch=16))
 """FLUX.2 dev (32.2 B) on images of 1024 px: 16 x 80 GB.
 
 `--dryrun` estimates 60 GiB on each GPU. The network gets a guidance scale of 4, as the published one. Texts: layers
 10, 20 and 30 of Mistral-3, stacked.
 """
 
-flux2_klein_9b_1024 = named_recipe("flux2_klein_9b_1024", _at_1024(flux2_klein_9b, "latents_1024_klein_9b", tensor=2))
+flux2_klein_9b_1024 = variant(
+    "flux2_klein_9b_1024", lambda: _at_1024(flux2_klein_9b(), "latents_1024_klein_9b", tensor=2)
+)
 """FLUX.2 klein 9B (9.08 B) on images of 1024 px: 8 x 80 GB.
 
 `--dryrun` estimates 39 GiB on each GPU. Texts: three layers of Qwen3-8B, stacked.
 """
 
-flux2_klein_4b_1024 = named_recipe("flux2_klein_4b_1024", _at_1024(flux2_klein_4b, "latents_1024_klein_4b"))
+flux2_klein_4b_1024 = variant("flux2_klein_4b_1024", lambda: _at_1024(flux2_klein_4b(), "latents_1024_klein_4b"))
 """FLUX.2 klein 4B (3.88 B) on images of 1024 px: 8 x 80 GB.
 
 `--dryrun` estimates 28 GiB on each GPU. Texts: three layers of Qwen3-4B, stacked.
 """
 
-qwen_image_1024 = named_recipe(
-    "qwen_image_1024", _at_1024(qwen_image_20b, "latents_1024_qwen_image", tensor=4, batch=16)
+qwen_image_1024 = variant(
+    "qwen_image_1024", lambda: _at_1024(qwen_image_20b(), "latents_1024_qwen_image", tensor=4, batch=16)
 )
 """Qwen-Image (20.4 B) on images of 1024 px: 16 x 80 GB.
 
 Texts: the last layer of Qwen2.5-VL 7B, without the tokens of the template.
 """
 
-sd3_5_large_1024 = named_recipe("sd3_5_large_1024", _at_1024(sd3_5_large, "latents_1024_sd3", tensor=2, time_shift=3.0))
+sd3_5_large_1024 = variant(
+    "sd3_5_large_1024", lambda: _at_1024(sd3_5_large(), "latents_1024_sd3", tensor=2, time_shift=3.0)
+)
 """Stable Diffusion 3.5 large (8.06 B) on images of 1024 px, TP 2 + SP, FSDP, 8 images per step: 8 x 80 GB.
 
 `--dryrun` estimates 33 GiB on each GPU. Times are shifted by 3, as published. Texts: 77 tokens of both CLIP models,
 joined along the width and padded to 4096, then those of T5-XXL.
 """
 
-sd3_5_medium_1024 = named_recipe("sd3_5_medium_1024", _at_1024(sd3_5_medium, "latents_1024_sd3", time_shift=3.0))
+sd3_5_medium_1024 = variant("sd3_5_medium_1024", lambda: _at_1024(sd3_5_medium(), "latents_1024_sd3", time_shift=3.0))
 """Stable Diffusion 3.5 medium (2.24 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
 
 `--dryrun` estimates 16 GiB on each GPU. Times and texts as in `sd3_5_large_1024`.
 """
 
-lumina2_1024 = named_recipe("lumina2_1024", _at_1024(lumina2_2b, "latents_1024_lumina2", time_shift=6.0))
+lumina2_1024 = variant("lumina2_1024", lambda: _at_1024(lumina2_2b(), "latents_1024_lumina2", time_shift=6.0))
 """Lumina-Image 2.0 (2.61 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
 
 `--dryrun` estimates 26 GiB on each GPU. Times are shifted by 6, as the published sampler. Texts: the layer
 before the last of Gemma 2 2B.
 """
 
-z_image_1024 = named_recipe("z_image_1024", _at_1024(z_image_6b, "latents_1024_z_image", time_shift=3.0))
+z_image_1024 = variant("z_image_1024", lambda: _at_1024(z_image_6b(), "latents_1024_z_image", time_shift=3.0))
 """Z-Image (6.15 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
 
 `--dryrun` estimates 46 GiB on each GPU. Times are shifted by 3, as the published sampler. Texts: the layer before

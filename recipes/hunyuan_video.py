@@ -8,9 +8,8 @@ import nemo_run as run
 
 from dit.models.base import ModelConfig
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
-from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.base import part
+from recipes.base import part, registered
 from recipes.dit import flow_conditional, in_seconds, on_tensor_parallel, with_fsdp
 
 CLIP_TOKENS = 49_290
@@ -21,12 +20,12 @@ hunyuan_video_8b = part(ModelConfig, "hunyuan_video_8b", HunyuanVideoConfig, num
 """HunyuanVideo 1.5 (8.33 B): 54 joint blocks of width 2048, 16 heads; 32 latent channels, text of 3584."""
 
 
-def _hunyuan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
+def _hunyuan(model: run.Config[ModelConfig]) -> run.Partial:
     """Return flow matching with times moved towards noise; one text in ten is dropped, this project's choice."""
-    return flow_conditional(name, model, guidance_scale=6.0, time_shift=5.0)
+    return flow_conditional(model, guidance_scale=6.0, time_shift=5.0)
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_hunyuan_video() -> run.Partial:
     """2-layer HunyuanVideo of width 64, clips from a text and their first frame: any machine.
 
@@ -36,16 +35,16 @@ def tiny_hunyuan_video() -> run.Partial:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_joint_layers": 2, "rope_axes": [4, 6, 6]}
     widths = {"context_size": 32, "glyph_size": 24, "glyph_hidden_size": 32, "image_context_size": 16}
     model = run.Config(HunyuanVideoConfig, in_channels=4, patch_spatial=2, image_to_video=True, **sizes, **widths)
-    return in_seconds(_hunyuan("tiny_hunyuan_video", model))
+    return in_seconds(_hunyuan(model))
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def hunyuan_video_480p() -> run.Partial:
     """HunyuanVideo 1.5 (8.33 B) on clips of up to 121 frames of 848 x 480, TP 2 + SP, CP 4, FSDP: 16 x 80 GB.
 
     A clip has 49,290 tokens. `--dryrun` estimates 43 GiB on each GPU. The published 720p models have a time shift of 9.
     """
-    recipe = with_fsdp(on_tensor_parallel(_hunyuan("hunyuan_video_480p", hunyuan_video_8b()), 2))
+    recipe = with_fsdp(on_tensor_parallel(_hunyuan(hunyuan_video_8b()), 2))
     recipe.parallel.context_parallel_size = 4
     recipe.data = run.Config(
         EnergonData, path="data/latents_480p_hunyuan_video", max_tokens_per_sample=CLIP_TOKENS, bucket_by_shape=True

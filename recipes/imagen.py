@@ -20,10 +20,9 @@ from dit.objectives.edm import EDM
 from dit.optimizer.schedules import Constant
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
-from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run, part, short_run
+from recipes.base import base_run, part, registered, short_run, variant
 
 TEXT_TOKENS = 128
 
@@ -39,13 +38,8 @@ imagen_base_500m = part(
 """Imagen's regular UNet at 64 px (524,897,540): 256 to 1024 channels, fused attention at 8, 16, 32 px."""
 
 
-@run.cli.factory(target=ModelConfig)
-def imagen_base_2b() -> run.Config[UNetConfig]:
-    """Imagen's regular UNet at 64 px (2,171,162,116): 512 to 2048 channels; otherwise as imagen_base_500m."""
-    model = imagen_base_500m()
-    model.hidden_size, model.condition_size = 512, 2048
-    return model
-
+imagen_base_2b = part(ModelConfig, "imagen_base_2b", imagen_base_500m, hidden_size=512, condition_size=2048)
+"""Imagen's regular UNet at 64 px (2,171,162,116): 512 to 2048 channels; otherwise as imagen_base_500m."""
 
 imagen_sr_400m = part(
     ModelConfig,
@@ -67,7 +61,7 @@ imagen_sr_600m = part(
 """Imagen's Efficient UNet, four times larger pictures (646,023,428): 128 to 1024 channels, fused attention."""
 
 
-def _imagen(name: str, model: run.Config[ModelConfig], pixels: int, micro_batch: int, batch: int) -> run.Partial:
+def _imagen(model: run.Config[ModelConfig], pixels: int, micro_batch: int, batch: int) -> run.Partial:
     """Return NeMo's setting for one model: EDM, AdamW at 1e-4 after a warm-up of 10,000 steps, 1.25 M steps.
 
     Source: NVIDIA NeMo 2.0, examples/multimodal/text_to_image/imagen; batches and steps: NeMo-Framework-Launcher.
@@ -82,7 +76,7 @@ def _imagen(name: str, model: run.Config[ModelConfig], pixels: int, micro_batch:
         random_crop=False,
     )
     sampling = run.Config(SamplingConfig, solver="heun", num_steps=30, guidance_scale=7.5, thresholding="dynamic")
-    recipe = base_run(f"runs/{name}", model, data, run.Config(EDM), sampling)
+    recipe = base_run(model, data, run.Config(EDM), sampling)
     recipe.optimizer.weight_decay, recipe.schedule.warmup_steps = 0.01, 10_000
     training = recipe.training
     training.num_steps, training.micro_batch_size, training.global_batch_size = 1_250_000, micro_batch, batch
@@ -91,10 +85,10 @@ def _imagen(name: str, model: run.Config[ModelConfig], pixels: int, micro_batch:
 
 
 def _super_resolution(
-    name: str, model: run.Config[ModelConfig], micro_batch: int, batch: int, *, pixels: int = 256
+    model: run.Config[ModelConfig], micro_batch: int, batch: int, *, pixels: int = 256
 ) -> run.Partial:
     """Return a super-resolution run: pictures of `pixels` on the smaller side, crops of 256 px, none smaller."""
-    recipe = _imagen(name, model, pixels, micro_batch, batch)
+    recipe = _imagen(model, pixels, micro_batch, batch)
     recipe.data.crop_size, recipe.data.min_side = [256, 256], pixels
     recipe.sampling.num_steps = 20
     recipe.sampling.guidance_scale = 8.0 if pixels == 256 else 7.5
@@ -107,7 +101,7 @@ def _tiny(kind: type[ModelConfig], **settings: Any) -> run.Config[ModelConfig]:
     return run.Config(kind, hidden_size=32, context_size=32, head_size=16, norm_num_groups=8, **levels, **settings)
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_imagen() -> run.Partial:
     """Imagen's regular UNet with 32 and 64 channels, 16 px, texts: any machine.
 
@@ -115,10 +109,10 @@ def tiny_imagen() -> run.Partial:
     """
     recipe = imagen_500m_res_64()
     recipe.model = _tiny(UNetConfig, condition_size=32)
-    return _in_seconds(recipe, "tiny_imagen")
+    return _in_seconds(recipe)
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_imagen_sr() -> run.Partial:
     """Imagen's Efficient UNet with 32 and 64 channels, from 4 to 16 px: any machine.
 
@@ -126,133 +120,122 @@ def tiny_imagen_sr() -> run.Partial:
     """
     recipe = imagen_600m_res_256()
     recipe.model = _tiny(EfficientUNetConfig, noise_augmentation=True)
-    return _in_seconds(recipe, "tiny_imagen_sr")
+    return _in_seconds(recipe)
 
 
-def _in_seconds(recipe: run.Partial, name: str) -> run.Partial:
+def _in_seconds(recipe: run.Partial) -> run.Partial:
     recipe.data = run.Config(MockData, height=16, width=16, num_streams=2)
     recipe.schedule = run.Config(Constant, warmup_steps=5)
     recipe.optimizer.lr = 2e-3
     recipe.parallel = run.Config(ParallelConfig)
     recipe.sampling.num_steps = 4
-    return short_run(recipe, name)
+    return short_run(recipe)
 
 
-@run.cli.factory(target=pretrain)
-def imagen_500m_res_64() -> run.Partial:
-    """Imagen's base model (525 M) at 64 px, EDM: 32 x 80 GB.
+imagen_500m_res_64 = variant("imagen_500m_res_64", lambda: _imagen(imagen_base_500m(), 64, 128, 4096))
+"""Imagen's base model (525 M) at 64 px, EDM: 32 x 80 GB.
 
-    1.25 M steps, as NeMo's launcher. On another number of GPUs the micro-batches of a step change, its pictures do not.
-    """
-    return _imagen("imagen_500m_res_64", imagen_base_500m(), 64, 128, 4096)
+1.25 M steps, as NeMo's launcher. On another number of GPUs the micro-batches of a step change, its pictures do not.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def imagen_500m_res_64_edm() -> run.Partial:
-    """Imagen's base model (525 M) at 64 px: one 80 GB GPU or two.
+imagen_500m_res_64_edm = variant("imagen_500m_res_64_edm", lambda: _imagen(imagen_base_500m(), 64, 48, 48))
+"""Imagen's base model (525 M) at 64 px: one 80 GB GPU or two.
 
-    Otherwise as imagen_500m_res_64; the setting of NeMo's base64-500m-edm.
-    """
-    return _imagen("imagen_500m_res_64_edm", imagen_base_500m(), 64, 48, 48)
+Otherwise as imagen_500m_res_64; the setting of NeMo's base64-500m-edm.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def imagen_500m_res_64_ddpm_online() -> run.Partial:
-    """Imagen's base model (525 M) by DDPM in continuous time, captions embedded in every step: one GPU.
+imagen_500m_res_64_ddpm_online = variant(
+    "imagen_500m_res_64_ddpm_online",
+    lambda: _imagen(imagen_base_500m(), 64, 48, 48),
+    model={"stable_attention": True},
+    objective=run.Config(DDPM, schedule="cosine", prediction="noise", network_time="log_snr"),
+    data={"online_text_encoder": "text=google-t5/t5-11b", "online_precision": "bf16"},
+    sampling={"solver": "ancestral", "num_steps": 250},
+)
+"""Imagen's base model (525 M) by DDPM in continuous time, captions embedded in every step: one GPU.
 
-    Stable attention; the network predicts the noise on the cosine schedule and gets the log SNR. Beside the model the
-    GPU has the encoder of T5-11B (1024 wide, 4.8 B parameters in bf16). The setting of base64-500m_online_encoding.
-    """
-    recipe = _imagen("imagen_500m_res_64_ddpm_online", imagen_base_500m(), 64, 48, 48)
-    recipe.model.stable_attention = True
-    recipe.objective = run.Config(DDPM, schedule="cosine", prediction="noise", network_time="log_snr")
-    recipe.data.online_text_encoder = "text=google-t5/t5-11b"
-    recipe.data.online_precision = "bf16"
-    recipe.sampling.solver, recipe.sampling.num_steps = "ancestral", 250
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def imagen_2b_res_64() -> run.Partial:
-    """Imagen's larger base model (2.17 B) at 64 px, EDM: 64 x 80 GB.
-
-    2.5 M steps, as NeMo's launcher. Adam's states are sharded over the data-parallel GPUs.
-    """
-    recipe = _imagen("imagen_2b_res_64", imagen_base_2b(), 64, 32, 2048)
-    recipe.training.num_steps = 2_500_000
-    return recipe
+Stable attention; the network predicts the noise on the cosine schedule and gets the log SNR. Beside the model the
+GPU has the encoder of T5-11B (1024 wide, 4.8 B parameters in bf16). The setting of base64-500m_online_encoding.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def imagen_400m_res_256() -> run.Partial:
-    """Imagen's regular super-resolution (408 M) from 64 to 256 px: 128 x 80 GB.
+imagen_2b_res_64 = variant(
+    "imagen_2b_res_64", lambda: _imagen(imagen_base_2b(), 64, 32, 2048), training={"num_steps": 2_500_000}
+)
+"""Imagen's larger base model (2.17 B) at 64 px, EDM: 64 x 80 GB.
 
-    The published table claims 429 M for this structure; see imagen_400m_res_256_doc429m.
-    """
-    return _super_resolution("imagen_400m_res_256", imagen_sr_400m(), 16, 2048)
+2.5 M steps, as NeMo's launcher. Adam's states are sharded over the data-parallel GPUs.
+"""
 
 
-@run.cli.factory(target=pretrain)
+imagen_400m_res_256 = variant("imagen_400m_res_256", lambda: _super_resolution(imagen_sr_400m(), 16, 2048))
+"""Imagen's regular super-resolution (408 M) from 64 to 256 px: 128 x 80 GB.
+
+The published table claims 429 M for this structure; see imagen_400m_res_256_doc429m.
+"""
+
+
+@registered
 def imagen_400m_res_256_doc429m() -> run.Partial:
     """Imagen's regular super-resolution (429 M) with more blocks: 128 x 80 GB.
 
     2, 4, 4, 4, 3 blocks: the nearest structure to the count that is claimed for imagen_400m_res_256.
     """
-    recipe = _super_resolution("imagen_400m_res_256_doc429m", imagen_sr_400m(), 16, 2048)
+    recipe = _super_resolution(imagen_sr_400m(), 16, 2048)
     recipe.model.num_res_blocks = [2, 4, 4, 4, 3]
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def imagen_450m_res_256_stacked() -> run.Partial:
     """Imagen's regular super-resolution (569 M) with stacked attention: one 80 GB GPU.
 
     No noise on the small picture. NeMo calls this setting sr256-450m-edm.
     """
-    recipe = _super_resolution("imagen_450m_res_256_stacked", imagen_sr_400m(), 16, 16)
+    recipe = _super_resolution(imagen_sr_400m(), 16, 16)
     recipe.model.attention_type, recipe.model.noise_augmentation = "stacked", False
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def imagen_600m_res_256() -> run.Partial:
-    """Imagen's Efficient UNet (646 M) from 64 to 256 px: 64 x 80 GB.
+imagen_600m_res_256 = variant("imagen_600m_res_256", lambda: _super_resolution(imagen_sr_600m(), 64, 4096))
+"""Imagen's Efficient UNet (646 M) from 64 to 256 px: 64 x 80 GB.
 
-    Fused attention, as in the published table; NeMo's launcher has stacked attention, see imagen_600m_res_256_stacked.
-    """
-    return _super_resolution("imagen_600m_res_256", imagen_sr_600m(), 64, 4096)
+Fused attention, as in the published table; NeMo's launcher has stacked attention, see imagen_600m_res_256_stacked.
+"""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def imagen_600m_res_256_stacked() -> run.Partial:
     """Imagen's Efficient UNet (700 M) with stacked attention: one 80 GB GPU.
 
     No noise on the small picture. The setting of NeMo's sr256-600m-edm.
     """
-    recipe = _super_resolution("imagen_600m_res_256_stacked", imagen_sr_600m(), 32, 32)
+    recipe = _super_resolution(imagen_sr_600m(), 32, 32)
     recipe.model.attention_type, recipe.model.noise_augmentation = "stacked", False
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def imagen_600m_res_1024() -> run.Partial:
     """Imagen's Efficient UNet (639 M) from 256 to 1024 px, trained on crops of 256 px: 64 x 80 GB.
 
     Cross-attention, with the backward pass for half precision; 4096 crops per step. The setting of NeMo's sr1024-600m.
     """
-    recipe = _super_resolution("imagen_600m_res_1024", imagen_sr_600m(), 64, 4096, pixels=1024)
+    recipe = _super_resolution(imagen_sr_600m(), 64, 4096, pixels=1024)
     recipe.model.attention_type, recipe.model.stable_attention = "cross", True
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def imagen_400m_res_1024() -> run.Partial:
     """Imagen's Efficient UNet (288 M) with narrower levels from 256 to 1024 px, DDPM: 64 x 80 GB.
 
     Continuous time, the small picture clean. The published table claims 427 M for this structure; see
     imagen_400m_res_1024_doc427m.
     """
-    recipe = _super_resolution("imagen_400m_res_1024", imagen_sr_600m(), 64, 4096, pixels=1024)
+    recipe = _super_resolution(imagen_sr_600m(), 64, 4096, pixels=1024)
     recipe.model.channel_multipliers, recipe.model.num_res_blocks = [1, 1, 2, 4, 8], [1, 2, 4, 8, 8]
     recipe.model.attention_type, recipe.model.attention_levels = "cross", [4]
     recipe.model.noise_augmentation = False
@@ -261,14 +244,14 @@ def imagen_400m_res_1024() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def imagen_400m_res_1024_doc427m() -> run.Partial:
     """Imagen's Efficient UNet (427 M) with more blocks from 256 to 1024 px, EDM: 64 x 80 GB.
 
     3, 4, 4, 6, 8 blocks and cross-attention at the last level: a structure of the count that is claimed for
     imagen_400m_res_1024.
     """
-    recipe = _super_resolution("imagen_400m_res_1024_doc427m", imagen_sr_600m(), 64, 4096, pixels=1024)
+    recipe = _super_resolution(imagen_sr_600m(), 64, 4096, pixels=1024)
     recipe.model.channel_multipliers, recipe.model.num_res_blocks = [1, 2, 4, 6, 8], [3, 4, 4, 6, 8]
     recipe.model.attention_type, recipe.model.attention_levels = "cross", [4]
     recipe.model.noise_augmentation = False

@@ -9,15 +9,14 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import WSD, Constant, InverseSqrt
 from dit.settings import OptimizerConfig, SamplingConfig
-from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.base import base_run, part
+from recipes.base import base_run, part, registered, variant
 from recipes.components import edm_uncertainty
 from recipes.models import dit_b, dit_dh_xl, dit_l, dit_s, dit_xl, edm2_s, jit_b16, lightningdit_xl, rit_xl, sr_dit_b1
 
 
 def _imagenet(
-    name: str, model: run.Config[ModelConfig], data: str = "latents_256", steps: int = 400_000, batch: int = 256
+    model: run.Config[ModelConfig], data: str = "latents_256", steps: int = 400_000, batch: int = 256
 ) -> run.Partial:
     """Return the published training setting of DiT at patch 2, which other recipes change, on `data/imagenet_DATA`.
 
@@ -30,7 +29,7 @@ def _imagenet(
     objective = run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise")
     sampling = run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=4.0)
     latents = run.Config(EnergonData, path=f"data/imagenet_{data}")
-    recipe = base_run(f"runs/{name}", model, latents, objective, sampling)
+    recipe = base_run(model, latents, objective, sampling)
     recipe.optimizer.clip_grad = 0.0
     training = recipe.training
     training.num_steps, training.micro_batch_size, training.global_batch_size = steps, 32, batch
@@ -39,52 +38,44 @@ def _imagenet(
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def dit_s2_imagenet() -> run.Partial:
-    """DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
+dit_s2_imagenet = variant("dit_s2_imagenet", lambda: _imagenet(dit_s()))
+"""DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
 
-    The smallest published size; the paper reports FID 68.4 after 400 k steps without guidance. Deviations of all four
-    sizes: noise prediction without the learned variance; latents that are the mean of the VAE's distribution, from
-    which the original draws in every step; random flips, which the original makes with probability 0.5, only if the
-    data hold every picture twice, encoded as it is and mirrored; samples by 50 steps of DDIM, guided in all channels
-    (original: 250 ancestral steps, guided in three of four).
-    """
-    return _imagenet("dit_s2_imagenet", dit_s())
+The smallest published size; the paper reports FID 68.4 after 400 k steps without guidance. Deviations of all four
+sizes: noise prediction without the learned variance; latents that are the mean of the VAE's distribution, from
+which the original draws in every step; random flips, which the original makes with probability 0.5, only if the
+data hold every picture twice, encoded as it is and mirrored; samples by 50 steps of DDIM, guided in all channels
+(original: 250 ancestral steps, guided in three of four).
+"""
 
 
-@run.cli.factory(target=pretrain)
-def dit_b2_imagenet() -> run.Partial:
-    """DiT-B/2 (130 M) on ImageNet 256 px latents: one GPU or more.
+dit_b2_imagenet = variant("dit_b2_imagenet", lambda: _imagenet(dit_b()))
+"""DiT-B/2 (130 M) on ImageNet 256 px latents: one GPU or more.
 
-    The paper reports FID 43.5 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
-    """
-    return _imagenet("dit_b2_imagenet", dit_b())
+The paper reports FID 43.5 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def dit_l2_imagenet() -> run.Partial:
-    """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs, 11 GiB each.
+dit_l2_imagenet = variant("dit_l2_imagenet", lambda: _imagenet(dit_l()))
+"""DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs, 11 GiB each.
 
-    The paper reports FID 23.3 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
-    """
-    return _imagenet("dit_l2_imagenet", dit_l())
+The paper reports FID 23.3 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def dit_xl2_imagenet() -> run.Partial:
-    """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
+dit_xl2_imagenet = variant("dit_xl2_imagenet", lambda: _imagenet(dit_xl()))
+"""DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
 
-    The paper reports FID 19.5 after 400 k steps without guidance, 2.27 after 7 M steps with guidance 1.5.
-    Deviations: see dit_s2_imagenet.
-    """
-    return _imagenet("dit_xl2_imagenet", dit_xl())
+The paper reports FID 19.5 after 400 k steps without guidance, 2.27 after 7 M steps with guidance 1.5.
+Deviations: see dit_s2_imagenet.
+"""
 
 
 repa = part(Alignment, "repa", Alignment)
 """Align the tokens after layer 8 with DINOv2-B (REPA), `objective.alignment=repa` of flow matching."""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def sit_xl2_imagenet() -> run.Partial:
     """SiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
 
@@ -95,30 +86,25 @@ def sit_xl2_imagenet() -> run.Partial:
 
     Source: Ma et al. 2024, arXiv:2401.08740, and the published code, which embeds the time without a factor of 1000.
     """
-    recipe = _imagenet("sit_xl2_imagenet", dit_xl())
+    recipe = _imagenet(dit_xl())
     recipe.model.time_scale = 1.0
     recipe.objective = run.Config(FlowMatching)
     recipe.sampling.solver = "heun"
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def sit_xl2_repa() -> run.Partial:
-    """SiT-XL/2 (675 M) aligned with DINOv2-B (REPA) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
+sit_xl2_repa = variant("sit_xl2_repa", sit_xl2_imagenet, objective={"alignment": repa()}, optimizer={"clip_grad": 1.0})
+"""SiT-XL/2 (675 M) aligned with DINOv2-B (REPA) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
 
-    The samples need features of the teacher (`energon_data.prepare --teacher`, 384 KiB each). The paper reports FID 7.9
-    after 400 k steps (80 epochs) without guidance, which take 7.8 hours on 8 H100 (planned, 70 ms per step). Time and
-    clipping (1.0) are those of the published code.
+The samples need features of the teacher (`energon_data.prepare --teacher`, 384 KiB each). The paper reports FID 7.9
+after 400 k steps (80 epochs) without guidance, which take 7.8 hours on 8 H100 (planned, 70 ms per step). Time and
+clipping (1.0) are those of the published code.
 
-    Source: Yu et al. 2024, arXiv:2410.06940, and the published code.
-    """
-    recipe = sit_xl2_imagenet()
-    recipe.objective.alignment, recipe.optimizer.clip_grad = repa(), 1.0
-    recipe.training.run_dir = "runs/sit_xl2_repa"
-    return recipe
+Source: Yu et al. 2024, arXiv:2410.06940, and the published code.
+"""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def lightningdit_xl_imagenet() -> run.Partial:
     """LightningDiT-XL/1 (675 M) on ImageNet latents of VA-VAE (16 x 16, 32 channels), 256 px: 8 GPUs, 18 GiB each.
 
@@ -131,38 +117,36 @@ def lightningdit_xl_imagenet() -> run.Partial:
 
     Source: Yao and Wang 2025, arXiv:2501.01423, and the published code.
     """
-    recipe = _imagenet("lightningdit_xl_imagenet", lightningdit_xl(), "va_vae_256", 80_000, 1024)
+    recipe = _imagenet(lightningdit_xl(), "va_vae_256", 80_000, 1024)
     recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", loss_kind="l2_cosine")
     recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
     recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=250, guidance_scale=1.0)
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def jit_b16_imagenet() -> run.Partial:
-    """JiT-B/16 (131 M) on ImageNet pixels, 256 px: one GPU or more.
-
-    The network predicts the clean picture, and the loss is the error of the velocity. The paper reports FID 4.37 after
-    200 epochs and 3.66 after 600, with guidance. Deviations: positions, time, gate and value, see
-    lightningdit_xl_imagenet. The published sampler divides by at least 0.05, so its last step ends before the clean
-    picture that the network predicts; here it ends there.
-
-    Source: Li and He 2025, arXiv:2511.13720, and its published code.
-    """
-    recipe = _imagenet("jit_b16_imagenet", jit_b16(), "pixels_256", 750_600, 1024)
-    recipe.data.flip = 0.5
-    recipe.objective = run.Config(
+jit_b16_imagenet = variant(
+    "jit_b16_imagenet",
+    lambda: _imagenet(jit_b16(), "pixels_256", 750_600, 1024),
+    data={"flip": 0.5},
+    objective=run.Config(
         FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8, logit_std=0.8
-    )
-    recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
-    recipe.schedule = run.Config(Constant, warmup_steps=6_255)
-    recipe.sampling = run.Config(
-        SamplingConfig, solver="heun", num_steps=50, guidance_scale=2.9, guidance_interval=[0.0, 9.0]
-    )
-    return recipe
+    ),
+    optimizer=run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0),
+    schedule=run.Config(Constant, warmup_steps=6_255),
+    sampling=run.Config(SamplingConfig, solver="heun", num_steps=50, guidance_scale=2.9, guidance_interval=[0.0, 9.0]),
+)
+"""JiT-B/16 (131 M) on ImageNet pixels, 256 px: one GPU or more.
+
+The network predicts the clean picture, and the loss is the error of the velocity. The paper reports FID 4.37 after
+200 epochs and 3.66 after 600, with guidance. Deviations: positions, time, gate and value, see
+lightningdit_xl_imagenet. The published sampler divides by at least 0.05, so its last step ends before the clean
+picture that the network predicts; here it ends there.
+
+Source: Li and He 2025, arXiv:2511.13720, and its published code.
+"""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def rit_xl_imagenet() -> run.Partial:
     """RiT-XL (677 M) on ImageNet features of DINOv2-S (16 x 16, 384 channels), 256 px: 8 GPUs, 18 GiB each.
 
@@ -174,7 +158,7 @@ def rit_xl_imagenet() -> run.Partial:
 
     Source: Zhang et al. 2026, arXiv:2605.21981, and the published code.
     """
-    recipe = _imagenet("rit_xl_imagenet", rit_xl(), "dinov2_s_256", 667_200, 1536)
+    recipe = _imagenet(rit_xl(), "dinov2_s_256", 667_200, 1536)
     recipe.objective = run.Config(FlowMatching, prediction="x0", time_distribution="logit_normal", shift_dimension=4096)
     recipe.objective.teacher_token_weight = 0.2
     recipe.optimizer = run.Config(OptimizerConfig, lr=3e-4, beta2=0.95)
@@ -185,7 +169,7 @@ def rit_xl_imagenet() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def dit_dh_xl_imagenet() -> run.Partial:
     """DiT-DH-XL (839 M) on ImageNet features of DINOv2-B (16 x 16, 768 channels), 256 px: 8 GPUs, 21 GiB each.
 
@@ -197,7 +181,7 @@ def dit_dh_xl_imagenet() -> run.Partial:
 
     Source: Zheng et al. 2025, arXiv:2510.11690, and the published code.
     """
-    recipe = _imagenet("dit_dh_xl_imagenet", dit_dh_xl(), "dinov2_b_256", 1_000_000, 1024)
+    recipe = _imagenet(dit_dh_xl(), "dinov2_b_256", 1_000_000, 1024)
     recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", shift_dimension=4096)
     recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95)
     recipe.schedule = run.Config(WSD, decay_steps=950_000, min_lr=2e-5)
@@ -206,7 +190,7 @@ def dit_dh_xl_imagenet() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def sr_dit_b1_imagenet() -> run.Partial:
     """SR-DiT-B/1 (133 M) on ImageNet latents of INVAE (16 x 16, 32 channels), 256 px: one GPU or more.
 
@@ -221,7 +205,7 @@ def sr_dit_b1_imagenet() -> run.Partial:
 
     Source: Bhanded 2025, arXiv:2512.12386, and the published code.
     """
-    recipe = _imagenet("sr_dit_b1_imagenet", sr_dit_b1(), "invae_256")
+    recipe = _imagenet(sr_dit_b1(), "invae_256")
     recipe.objective = run.Config(
         ContrastiveFlowMatching, shift_dimension=4096, alignment=repa(), teacher_token_weight=0.03
     )
@@ -230,7 +214,7 @@ def sr_dit_b1_imagenet() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def edm2_s_imagenet() -> run.Partial:
     """EDM2-S (280 M) on ImageNet 512 px latents (64 x 64, 4 channels): 8 GPUs, 30 GiB each.
 
@@ -244,7 +228,7 @@ def edm2_s_imagenet() -> run.Partial:
     Source: Karras et al. 2024, arXiv:2312.02696, config G and its settings for EDM2-S.
     """
     batch = 2048
-    recipe = _imagenet("edm2_s_imagenet", edm2_s(), "latents_512")
+    recipe = _imagenet(edm2_s(), "latents_512")
     recipe.model.class_dropout = 0.0
     recipe.data.bucket_by_shape, recipe.data.max_tokens_per_sample = True, 64**2
     recipe.objective = edm_uncertainty()

@@ -10,10 +10,9 @@ from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
-from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run, short_run
+from recipes.base import base_run, registered, short_run, variant
 from recipes.components import ddpm_latent
 from recipes.models import ldm_unet, sdxl_unet
 
@@ -28,7 +27,7 @@ PROMPTS = [
 ]
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def ldm_cc3m_256() -> run.Partial:
     """Stable Diffusion v1's UNet (860 M) on Conceptual Captions, 256 px latents and CLIP texts: 8 x 80 GB.
 
@@ -45,7 +44,7 @@ def ldm_cc3m_256() -> run.Partial:
         max_text_tokens=CLIP_TOKENS,
     )
     sampling = run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=7.5, prompts=PROMPTS)
-    recipe = base_run("runs/ldm_cc3m_256", ldm_unet(), data, ddpm_latent(), sampling)
+    recipe = base_run(ldm_unet(), data, ddpm_latent(), sampling)
     recipe.optimizer.weight_decay, recipe.schedule.warmup_steps = 1e-2, 10_000
     recipe.parallel = run.Config(ParallelConfig)
     training = recipe.training
@@ -54,41 +53,34 @@ def ldm_cc3m_256() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def ldm_cc3m_256_small() -> run.Partial:
-    """Latent-diffusion UNet of 128 to 512 channels (142 M), otherwise as ldm_cc3m_256: one 24 GB GPU or more.
+ldm_cc3m_256_small = variant("ldm_cc3m_256_small", ldm_cc3m_256, model={"block_out_channels": [128, 256, 512, 512]})
+"""Latent-diffusion UNet of 128 to 512 channels (142 M), otherwise as ldm_cc3m_256: one 24 GB GPU or more.
 
-    The code is that of the large one: a model for one GPU, and for trying out data.
-    """
-    recipe = ldm_cc3m_256()
-    recipe.model.block_out_channels = [128, 256, 512, 512]
-    recipe.training.run_dir = "runs/ldm_cc3m_256_small"
-    return recipe
+The code is that of the large one: a model for one GPU, and for trying out data.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def sdxl_1024() -> run.Partial:
-    """Stable Diffusion XL's UNet (2.57 B) on 1024 px latents, two texts and a pooled one: 8 x 80 GB.
+sdxl_1024 = variant(
+    "sdxl_1024",
+    ldm_cc3m_256,
+    model=sdxl_unet,
+    data={"path": "data/sdxl_latents_1024", "max_tokens_per_sample": (1024 // 8) ** 2},
+    parallel={"data_parallel": "fsdp"},
+    training={"micro_batch_size": 2, "recompute": "full"},
+    objective={"noise_offset": 0.05},
+    sampling={"guidance_scale": 5.0},
+)
+"""Stable Diffusion XL's UNet (2.57 B) on 1024 px latents, two texts and a pooled one: 8 x 80 GB.
 
-    The data store for each picture `text`, the embeddings of SDXL's two encoders side by side (768 + 1,280 wide),
-    `pooled` (1,280 wide) and `size_and_crop`. They are made by `python -m energon_data.prepare images --in pictures
-    --size 1024 --aspect square --vae models/sdxl --text-encoder models/sdxl --out data/sdxl_latents_1024`. Model, table
-    of noise and offset noise are those of the published base model. Weights go to diffusers and come from there
-    (`launch.export`, `launch.import_weights`).
-    """
-    recipe = ldm_cc3m_256()
-    recipe.model = sdxl_unet()
-    recipe.data.path = "data/sdxl_latents_1024"
-    recipe.data.max_tokens_per_sample = (1024 // 8) ** 2
-    recipe.parallel.data_parallel = "fsdp"
-    recipe.training.run_dir, recipe.training.micro_batch_size = "runs/sdxl_1024", 2
-    recipe.training.recompute = "full"
-    recipe.objective.noise_offset = 0.05
-    recipe.sampling.guidance_scale = 5.0
-    return recipe
+The data store for each picture `text`, the embeddings of SDXL's two encoders side by side (768 + 1,280 wide),
+`pooled` (1,280 wide) and `size_and_crop`. They are made by `python -m energon_data.prepare images --in pictures
+--size 1024 --aspect square --vae models/sdxl --text-encoder models/sdxl --out data/sdxl_latents_1024`. Model, table
+of noise and offset noise are those of the published base model. Weights go to diffusers and come from there
+(`launch.export`, `launch.import_weights`).
+"""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_ldm_unet() -> run.Partial:
     """Latent-diffusion UNet with 16 and 32 channels, 8 x 8 latents with texts: any machine.
 
@@ -110,10 +102,10 @@ def tiny_ldm_unet() -> run.Partial:
     recipe.schedule.warmup_steps = 5
     recipe.training.ema_decay = 0.99
     recipe.sampling.prompts = None
-    return short_run(recipe, "tiny_ldm_unet")
+    return short_run(recipe)
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_sdxl_unet() -> run.Partial:
     """Small form of Stable Diffusion XL's UNet, 8 x 8 latents with texts: any machine.
 
@@ -122,11 +114,10 @@ def tiny_sdxl_unet() -> run.Partial:
     recipe = tiny_ldm_unet()
     recipe.model.transformer_layers, recipe.model.mid_transformer_layers, recipe.model.head_size = [0, 2], 2, 8
     recipe.model.pooled_size, recipe.model.null_text = 24, "zeros"
-    recipe.training.run_dir = "runs/tiny_sdxl_unet"
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_autoencoder() -> run.Partial:
     """KL autoencoder with 8 and 16 channels, from 16 px to 8 x 8 latents: any machine.
 
@@ -139,5 +130,4 @@ def tiny_autoencoder() -> run.Partial:
     recipe.objective = run.Config(Autoencoding)
     recipe.sampling.guidance_scale = 1.0
     recipe.data.shapes = ["1x16x16"]
-    recipe.training.run_dir = "runs/tiny_autoencoder"
     return recipe

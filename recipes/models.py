@@ -11,19 +11,15 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.edm2_unet.config import EDM2UNetConfig
 from dit.models.flux.config import FluxConfig
-from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
-from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.prx.config import PRXConfig
-from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.routing_config import RoutingConfig
 from dit.models.sana.config import SanaConfig
-from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
+from dit.models.streams.families import Flux2Config, Lumina2Config, QwenImageConfig, SD3Config, ZImageConfig
 from dit.models.wan.config import WanConfig
-from dit.models.z_image.config import ZImageConfig
 from recipes.base import part
 
 _model = partial(part, ModelConfig)
@@ -51,20 +47,14 @@ def lightningdit_xl() -> run.Config[DiTConfig]:
     return model
 
 
-@run.cli.factory(target=ModelConfig)
-def rit_xl() -> run.Config[DiTConfig]:
-    """RiT-XL (677 M): LightningDiT-XL on 384 channels, QK-layernorm, 32 class tokens from layer 8, teacher's token."""
-    model = lightningdit_xl()
-    model.in_channels, model.qk_layernorm, model.class_tokens, model.teacher_token_size = 384, True, [32, 8], 384
-    return model
+rit_xl = _model(
+    "rit_xl", lightningdit_xl, in_channels=384, qk_layernorm=True, class_tokens=[32, 8], teacher_token_size=384
+)
+"""RiT-XL (677 M): LightningDiT-XL on 384 channels, QK-layernorm, 32 class tokens from layer 8, teacher's token."""
 
 
-@run.cli.factory(target=ModelConfig)
-def dit_dh_xl() -> run.Config[DiTConfig]:
-    """DiT-DH-XL (839 M) of RAE: LightningDiT-XL on 768 channels, with a head of 2 layers of width 2048, 16 heads."""
-    model = lightningdit_xl()
-    model.in_channels, model.wide_head = 768, [2, 2048, 16]
-    return model
+dit_dh_xl = _model("dit_dh_xl", lightningdit_xl, in_channels=768, wide_head=[2, 2048, 16])
+"""DiT-DH-XL (839 M) of RAE: LightningDiT-XL on 768 channels, with a head of 2 layers of width 2048, 16 heads."""
 
 
 @run.cli.factory(target=ModelConfig)
@@ -212,15 +202,11 @@ wan_2_2_ti2v_5b = _model(
 """Wan 2.2 TI2V 5B (5.00 B): 30 layers of width 3072, 24 heads; 48 latent channels; clips from text or a picture."""
 
 
-@run.cli.factory(target=ModelConfig)
-def ec_dit_1b() -> run.Config[MovieGenConfig]:
-    """EC-DiT-1B (7.18 B, of which a token meets 1.54 B): MovieGen-1B with 64 experts of width 1024 per layer.
+ec_dit_1b = _model("ec_dit_1b", moviegen_1b, num_experts=64, moe_ffn_hidden_size=1024, moe_capacity_factor=8.0)
+"""EC-DiT-1B (7.18 B, of which a token meets 1.54 B): MovieGen-1B with 64 experts of width 1024 per layer.
 
-    Expert-choice routing at capacity factor 8: a layer has the work of one feed-forward of width 8192.
-    """
-    model = moviegen_1b()
-    model.num_experts, model.moe_ffn_hidden_size, model.moe_capacity_factor = 64, 1024, 8.0
-    return model
+Expert-choice routing at capacity factor 8: a layer has the work of one feed-forward of width 8192.
+"""
 
 
 stdit_s = _model("stdit_s", STDiTConfig, hidden_size=384, num_layers=24, num_attention_heads=6, position_span=32.0)
@@ -233,16 +219,12 @@ stdit_xl = _model("stdit_xl", STDiTConfig, hidden_size=1152, num_layers=56, num_
 """ST-DiT-XL (1.20 B): 28 pairs of width 1152, 16 heads; otherwise as stdit_s."""
 
 
-@run.cli.factory(target=ModelConfig)
-def stdit_xl_full() -> run.Config[STDiTConfig]:
-    """ST-DiT-XL with full attention (915 M): 28 layers, each spatial, full and temporal; otherwise as stdit_xl.
+stdit_xl_full = _model("stdit_xl_full", stdit_xl, num_layers=28, layer_pattern=["spatial+full+temporal"])
+"""ST-DiT-XL with full attention (915 M): 28 layers, each spatial, full and temporal; otherwise as stdit_xl.
 
-    The layer of NeMo's ST-DiT (release 2.1.0). Deviations: there cross-attention is between full and temporal
-    attention, and all sub-layers share one shift, scale and gate; here it follows the three, and each has its own.
-    """
-    model = stdit_xl()
-    model.num_layers, model.layer_pattern = 28, ["spatial+full+temporal"]
-    return model
+The layer of NeMo's ST-DiT (release 2.1.0). Deviations: there cross-attention is between full and temporal
+attention, and all sub-layers share one shift, scale and gate; here it follows the three, and each has its own.
+"""
 
 
 stdit_3b = _model("stdit_3b", STDiTConfig, hidden_size=2048, num_layers=48, num_attention_heads=16, position_span=32.0)

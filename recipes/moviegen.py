@@ -9,56 +9,45 @@ import nemo_run as run
 
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.dit import as_large_model, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
+from recipes.base import registered, variant
+from recipes.dit import as_large_model, as_tiny, on_images, on_tensor_parallel, text_conditional, with_fsdp
 from recipes.models import moviegen_1b, moviegen_3b, moviegen_5b, moviegen_30b
 
+tiny_moviegen = variant(
+    "tiny_moviegen",
+    lambda: as_tiny(text_conditional(moviegen_1b())),
+    model={"num_query_groups": 2, "ffn_hidden_size": 128, "max_grid": [4, 6, 6]},
+)
+"""2-layer Movie Gen of width 64, images and clips with texts: any machine.
 
-@run.cli.factory(target=pretrain)
-def tiny_moviegen() -> run.Partial:
-    """2-layer Movie Gen of width 64, images and clips with texts: any machine.
-
-    Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
-    """
-    recipe = as_tiny(text_conditional("tiny_moviegen", moviegen_1b()))
-    recipe.model.num_query_groups, recipe.model.ffn_hidden_size = 2, 128
-    recipe.model.max_grid = [4, 6, 6]
-    return recipe
+Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
+"""
 
 
-def _images(name: str, model: run.Config, micro_batch_size: int, global_batch_size: int) -> run.Partial:
-    """Return stage 1 of a model: images of 256 tokens, equal shapes to a batch."""
-    recipe = as_large_model(text_conditional(name, model))
-    recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
-    recipe.training.micro_batch_size, recipe.training.global_batch_size = micro_batch_size, global_batch_size
-    return recipe
+pretrain_ditllama1b = variant(
+    "pretrain_ditllama1b",
+    lambda: on_images(moviegen_1b(), 96, 1536, min_score=4.0),
+    training={"validation_interval": 3_000},
+    checkpoint={"interval": 3_000},
+)
+"""MovieGen-1B (1.54 B) on images of 256 px: 16 x 80 GB.
 
+Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
+(`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is one step. Images below an aesthetic
+score of 4 are left out; checkpoint and held-out loss every 3000 steps.
+"""
 
-@run.cli.factory(target=pretrain)
-def pretrain_ditllama1b() -> run.Partial:
-    """MovieGen-1B (1.54 B) on images of 256 px: 16 x 80 GB.
+pretrain_ditllama3b = variant(
+    "pretrain_ditllama3b",
+    lambda: on_images(moviegen_3b(), 48, 1536, min_score=4.0),
+    training={"validation_interval": 3_000, "recompute": "full", "recompute_layers": 12},
+    checkpoint={"interval": 3_000},
+)
+"""MovieGen-3B (5.02 B) on images of 256 tokens: 32 x 80 GB, 66 GiB each.
 
-    Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
-    (`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is one step. Images below an aesthetic
-    score of 4 are left out; checkpoint and held-out loss every 3000 steps.
-    """
-    recipe = _images("pretrain_ditllama1b", moviegen_1b(), 96, 1536)
-    recipe.data.min_aesthetic_score = 4.0
-    recipe.training.validation_interval = recipe.checkpoint.interval = 3_000
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def pretrain_ditllama3b() -> run.Partial:
-    """MovieGen-3B (5.02 B) on images of 256 tokens: 32 x 80 GB, 66 GiB each.
-
-    28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
-    on each of 32 GPUs is one step; --dryrun estimates 92 GiB with no layer recomputed.
-    """
-    recipe = _images("pretrain_ditllama3b", moviegen_3b(), 48, 1536)
-    recipe.training.recompute, recipe.training.recompute_layers = "full", 12
-    recipe.data.min_aesthetic_score = 4.0
-    recipe.training.validation_interval = recipe.checkpoint.interval = 3_000
-    return recipe
+28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
+on each of 32 GPUs is one step; --dryrun estimates 92 GiB with no layer recomputed.
+"""
 
 
 @run.cli.factory(target=pretrain)
@@ -70,22 +59,20 @@ def pretrain_ditllama5b_wide28() -> run.Partial:
     return pretrain_ditllama3b()
 
 
-@run.cli.factory(target=pretrain)
-def pretrain_ditllama5b() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 1: images of 256 px: 16 x 80 GB or more.
+pretrain_ditllama5b = variant("pretrain_ditllama5b", lambda: on_images(moviegen_5b(), 12, 4608))
+"""MovieGen-5B (5.74 B), stage 1: images of 256 px: 16 x 80 GB or more.
 
-    Weights and gradients take 32 GiB on every GPU; optimizer and average are spread over all of them.
-    """
-    return _images("pretrain_ditllama5b", moviegen_5b(), 12, 4608)
+Weights and gradients take 32 GiB on every GPU; optimizer and average are spread over all of them.
+"""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def pretrain_ditllama5b_stage2() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 2: 256 px images and clips in packs of 8192 tokens: 8 x 80 GB or more.
 
     Images fill the room that clips leave in a pack; 256 packs per step at lr 6e-5.
     """
-    recipe = as_large_model(text_conditional("pretrain_ditllama5b_stage2", moviegen_5b()), lr=6e-5)
+    recipe = as_large_model(text_conditional(moviegen_5b()), lr=6e-5)
     recipe.data = run.Config(
         EnergonData, path="data/latents_256_joint", max_tokens_per_pack=8192, packing_buffer_size=1000
     )
@@ -94,7 +81,7 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
     return on_tensor_parallel(recipe, 2)
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def pretrain_ditllama5b_stage3() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px): 8 x 141 GB or more, 73 GiB each.
 
@@ -102,7 +89,6 @@ def pretrain_ditllama5b_stage3() -> run.Partial:
     `training.recompute=full` --dryrun estimates 31 GiB.
     """
     recipe = pretrain_ditllama5b_stage2()
-    recipe.training.run_dir = "runs/pretrain_ditllama5b_stage3"
     recipe.data.path, recipe.data.max_tokens_per_pack = "data/latents_768_joint", 73_728
     recipe.checkpoint.start_from = "runs/pretrain_ditllama5b_stage2"
     recipe.parallel.context_parallel_size = 4
@@ -110,19 +96,17 @@ def pretrain_ditllama5b_stage3() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def pretrain_ditllama30b() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 1: images of 256 px: 128 x 80 GB.
+pretrain_ditllama30b = variant(
+    "pretrain_ditllama30b", lambda: with_fsdp(on_images(moviegen_30b(), 6, 9216, min_score=4.0))
+)
+"""MovieGen-30B (33.4 B), stage 1: images of 256 px: 128 x 80 GB.
 
-    Images below an aesthetic score of 4 are left out. Weights, gradients, optimizer and average take 22 bytes per
-    parameter, spread over all GPUs: 5.4 GiB on each of 128.
-    """
-    recipe = with_fsdp(_images("pretrain_ditllama30b", moviegen_30b(), 6, 9216))
-    recipe.data.min_aesthetic_score = 4.0
-    return recipe
+Images below an aesthetic score of 4 are left out. Weights, gradients, optimizer and average take 22 bytes per
+parameter, spread over all GPUs: 5.4 GiB on each of 128.
+"""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def pretrain_ditllama30b_stage2() -> run.Partial:
     """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px: 64 x 80 GB.
 
@@ -134,7 +118,7 @@ def pretrain_ditllama30b_stage2() -> run.Partial:
     NeMo has this stage on synthetic clips only (pretrain_ditllama30b_stage2_mock). --dryrun estimates 34 GiB on each of
     64 GPUs.
     """
-    recipe = as_large_model(text_conditional("pretrain_ditllama30b_stage2", moviegen_30b()), lr=6e-5)
+    recipe = as_large_model(text_conditional(moviegen_30b()), lr=6e-5)
     blend = [{"path": "data/latents_256", "weight": 3}, {"path": "data/latents_256_clips", "weight": 1}]
     recipe.data = run.Config(EnergonData, blend=blend, max_tokens_per_pack=8192, packing_buffer_size=1000)
     recipe.training.global_batch_size = 256
@@ -143,7 +127,7 @@ def pretrain_ditllama30b_stage2() -> run.Partial:
     return with_fsdp(on_tensor_parallel(recipe, 2))
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def pretrain_ditllama30b_stage3() -> run.Partial:
     """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px: 128 x 80 GB.
 
@@ -152,7 +136,6 @@ def pretrain_ditllama30b_stage3() -> run.Partial:
     --dryrun estimates 60 GiB on each of 128 GPUs.
     """
     recipe = pretrain_ditllama30b_stage2()
-    recipe.training.run_dir = "runs/pretrain_ditllama30b_stage3"
     recipe.data.blend = [{"path": "data/latents_768", "weight": 3}, {"path": "data/latents_768_clips", "weight": 1}]
     recipe.data.max_tokens_per_pack = 73_728
     recipe.checkpoint.start_from = "runs/pretrain_ditllama30b_stage2"

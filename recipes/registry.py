@@ -84,25 +84,29 @@ class Entry:
 def read_entries(file: Path, module: str) -> list[Entry]:
     """Return the factories that the file of a module defines, in its order.
 
-    They are functions under `@run.cli.factory(...)`, and assignments of `part` or `named_recipe` of `recipes.base`,
-    each with a string after it.
+    They are functions under `@run.cli.factory(...)` or `@registered`, and assignments of `part`, `named_recipe` or
+    `variant`, each with a string after it; see `recipes.base`.
     """
-    factories, helpers = [], {"named_recipe": TRAINING_FUNCTION}
+    factories, helpers = [], dict.fromkeys(("named_recipe", "variant"), TRAINING_FUNCTION)
     body = ast.parse(file.read_text(encoding="utf-8"), str(file)).body
     for node, following in zip(body, [*body[1:], ast.Pass()]):
         match node:
             case ast.FunctionDef(name=function, decorator_list=decorators):
                 for decorator in decorators:
+                    words = {"target": TRAINING_FUNCTION} if ast.unparse(decorator) == "registered" else {}
                     if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "run.cli.factory":
-                        words = {k.arg: ast.unparse(k.value).strip("'") for k in decorator.keywords}
-                        name, target = words.get("name", function), words.get("target", "")
-                        factories.append(Entry(name, module, function, target, ast.get_docstring(node) or ""))
+                        words = {str(k.arg): ast.unparse(k.value).strip("'") for k in decorator.keywords}
+                    if "target" in words:
+                        name, docstring = words.get("name", function), ast.get_docstring(node) or ""
+                        factories.append(Entry(name, module, function, words["target"], docstring))
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=helper), args=[first, *rest])):
                 if helper == "partial" and ast.unparse(first) == "part":
                     helpers[name] = ast.unparse(rest[0])
                 elif helper == "part" or helper in helpers:
                     docstring = ast.get_docstring(ast.Module([following], [])) or ""
-                    factories.append(Entry(name, module, name, helpers.get(helper) or ast.unparse(first), docstring))
+                    public = next(x.value for x in (first, *rest) if isinstance(x, ast.Constant))
+                    target = helpers.get(helper) or ast.unparse(first)
+                    factories.append(Entry(str(public), module, name, target, docstring))
     return factories
 
 

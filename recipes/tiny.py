@@ -7,14 +7,13 @@ from dit.objectives.alignment import Alignment
 from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
-from recipes.base import short_run, small_run
+from recipes.base import registered, short_run, small_run, variant
 from recipes.imagenet import edm2_s_imagenet
 from recipes.models import sprint
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_dit() -> run.Partial:
     """Check of an installation: a 2-layer DiT on synthetic images trains in seconds.
 
@@ -38,23 +37,22 @@ def tiny_dit() -> run.Partial:
     recipe.parallel.data_parallel = "ddp"
     recipe.optimizer.lr = 3e-3
     recipe.schedule.warmup_steps = 5
-    return short_run(recipe, "tiny_dit")
+    return short_run(recipe)
 
 
-@run.cli.factory(target=pretrain)
-def tiny_dit_pack() -> run.Partial:
-    """As tiny_dit, on packs of 256 tokens of images and clips of 16 to 96: one CPU core.
+tiny_dit_pack = variant(
+    "tiny_dit_pack",
+    tiny_dit,
+    data={"shapes": ["1x8x8", "1x16x16", "2x8x16", "4x8x8", "6x8x8", "1x16x24"], "max_tokens_per_pack": 256},
+    training={"micro_batch_size": 1},
+)
+"""As tiny_dit, on packs of 256 tokens of images and clips of 16 to 96: one CPU core.
 
-    A pack has three or four samples of different shape, label and text, and padding at its end.
-    """
-    recipe = tiny_dit()
-    recipe.data.shapes = ["1x8x8", "1x16x16", "2x8x16", "4x8x8", "6x8x8", "1x16x24"]
-    recipe.data.max_tokens_per_pack = 256
-    recipe.training.run_dir, recipe.training.micro_batch_size = "runs/tiny_dit_pack", 1
-    return recipe
+A pack has three or four samples of different shape, label and text, and padding at its end.
+"""
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_jit() -> run.Partial:
     """As tiny_dit_pack, with the class tokens, SwiGLU, RMSNorm and objective of JiT, without texts: one CPU core.
 
@@ -64,11 +62,10 @@ def tiny_jit() -> run.Partial:
     recipe.model.context_size, recipe.model.class_tokens, recipe.model.bottleneck_size = None, [3, 1], 16
     recipe.model.activation, recipe.model.rms_norm, recipe.model.qk_layernorm = "swiglu", True, True
     recipe.objective = run.Config(FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8)
-    recipe.training.run_dir = "runs/tiny_jit"
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_reg() -> run.Partial:
     """As tiny_dit_pack, with the class token and the features of a teacher (REG), without texts: one CPU core.
 
@@ -78,11 +75,10 @@ def tiny_reg() -> run.Partial:
     recipe.model.context_size, recipe.model.teacher_token_size = None, 24
     alignment = run.Config(Alignment, layer=1, features=24, hidden_size=32)
     recipe.objective = run.Config(FlowMatching, alignment=alignment, teacher_token_weight=0.03)
-    recipe.training.run_dir = "runs/tiny_reg"
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_dit_dh() -> run.Partial:
     """As tiny_jit, with a wide head, SPRINT and the terms of LightningDiT and SR-DiT: one CPU core.
 
@@ -101,11 +97,10 @@ def tiny_dit_dh() -> run.Partial:
         shift_dimension=1024,
         alignment=run.Config(Alignment, layer=1, features=8, hidden_size=32),
     )
-    recipe.training.run_dir = "runs/tiny_dit_dh"
     return recipe
 
 
-@run.cli.factory(target=pretrain)
+@registered
 def tiny_edm2() -> run.Partial:
     """EDM2 UNet with 16 and 32 channels, 8 x 8 latents: any machine.
 
@@ -121,49 +116,40 @@ def tiny_edm2() -> run.Partial:
     recipe.training.ema_decay = 0.9
     recipe.checkpoint.keep_every = 0
     recipe.sampling.num_steps = 10
-    return short_run(recipe, "tiny_edm2")
+    return short_run(recipe)
 
 
-def _spread(name: str, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> run.Partial:
+def _spread(*, tensor: int = 1, pipeline: int = 1, context: int = 1) -> run.Partial:
     """Return tiny_dit over some ranks, which compute the losses that one computes."""
     recipe = tiny_dit()
-    recipe.training.run_dir = f"runs/{name}"
     recipe.parallel.tensor_model_parallel_size, recipe.parallel.sequence_parallel = tensor, tensor > 1
     recipe.parallel.pipeline_model_parallel_size, recipe.parallel.context_parallel_size = pipeline, context
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def tiny_dit_tp2sp() -> run.Partial:
-    """As tiny_dit, TP 2 + SP: 2 ranks, CPU or GPU; the losses are those of tiny_dit.
+tiny_dit_tp2sp = variant("tiny_dit_tp2sp", lambda: _spread(tensor=2))
+"""As tiny_dit, TP 2 + SP: 2 ranks, CPU or GPU; the losses are those of tiny_dit.
 
-    Heads, MLP columns and rows of the residual stream are split.
-    """
-    return _spread("tiny_dit_tp2sp", tensor=2)
+Heads, MLP columns and rows of the residual stream are split.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def tiny_dit_cp2() -> run.Partial:
-    """As tiny_dit, CP 2 (ring): 2 ranks, CPU or GPU; the losses are those of tiny_dit.
+tiny_dit_cp2 = variant("tiny_dit_cp2", lambda: _spread(context=2))
+"""As tiny_dit, CP 2 (ring): 2 ranks, CPU or GPU; the losses are those of tiny_dit.
 
-    Each rank has 32 of a sample's 64 tokens.
-    """
-    return _spread("tiny_dit_cp2", context=2)
+Each rank has 32 of a sample's 64 tokens.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def tiny_dit_pp2() -> run.Partial:
-    """As tiny_dit, PP 2: 2 ranks, CPU or GPU; the losses are those of tiny_dit.
+tiny_dit_pp2 = variant("tiny_dit_pp2", lambda: _spread(pipeline=2))
+"""As tiny_dit, PP 2: 2 ranks, CPU or GPU; the losses are those of tiny_dit.
 
-    Each rank has one of the two layers; two micro-batches are under way.
-    """
-    return _spread("tiny_dit_pp2", pipeline=2)
+Each rank has one of the two layers; two micro-batches are under way.
+"""
 
 
-@run.cli.factory(target=pretrain)
-def tiny_dit_tp2pp2cp2() -> run.Partial:
-    """As tiny_dit, TP 2 + SP, PP 2, CP 2: 8 ranks, CPU or GPU; the losses are those of tiny_dit.
+tiny_dit_tp2pp2cp2 = variant("tiny_dit_tp2pp2cp2", lambda: _spread(tensor=2, pipeline=2, context=2))
+"""As tiny_dit, TP 2 + SP, PP 2, CP 2: 8 ranks, CPU or GPU; the losses are those of tiny_dit.
 
-    Each rank has half of a layer and half of the tokens.
-    """
-    return _spread("tiny_dit_tp2pp2cp2", tensor=2, pipeline=2, context=2)
+Each rank has half of a layer and half of the tokens.
+"""

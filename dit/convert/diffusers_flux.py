@@ -15,10 +15,8 @@ from dit.convert.diffusers_format import LatentSize, TrainedModel
 from dit.convert.diffusers_streams import COMFYUI_ATTENTION, EMBEDDERS, FEED_FORWARD, JOINT, DiffusersTokens, Model
 from dit.convert.rules import ONLY_SUPPORTED, Axes, ByHead, Form
 from dit.errors import ConfigError
-from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
-from dit.models.flux2.config import Flux2Config
-from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.streams.families import ChromaConfig, Flux2Config, QwenImageConfig
 
 DEV_GUIDANCE = 3.5
 FLUX2_DEV_GUIDANCE = 4.0

@@ -13,8 +13,7 @@ from typing import Any, Optional
 from dit.convert.diffusers_format import LatentSize
 from dit.convert.diffusers_streams import LATENT_SIZE, PATCH, DiffusersStreams, Model
 from dit.convert.rules import Axes, ByHead, Form, Negated, Same
-from dit.models.lumina2.config import Lumina2Config
-from dit.models.z_image.config import ZImageConfig
+from dit.models.streams.families import Lumina2Config, ZImageConfig
 
 OURS, THEIRS = "(layers.#.image|layers.#.text|single.#)", "(noise_refiner.#|context_refiner.#|layers.#)"
 """Names of the blocks: refiners of image and text, and single blocks."""

@@ -18,7 +18,7 @@ from dit.convert.diffusers_streams import EMBEDDERS, FEED_FORWARD, JOINT, Diffus
 from dit.convert.rules import ONLY_SUPPORTED, Form, SwappedHalves
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
-from dit.models.sd3.config import SD3Config
+from dit.models.streams.families import SD3Config
 from dit.patchify import grid_positions
 
 

@@ -1,5 +1,6 @@
 """Self-attention and cross-attention with heads split over tensor-parallel ranks."""
 
+from functools import partial
 from typing import Optional
 
 import torch
@@ -13,20 +14,12 @@ from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.recompute import recomputable
 from dit.kernels.rope import HeadNorm, Heads, Rotation
+from dit.layers.adaln import RMSNorm
 from dit.layers.pre_hooks import run_pre_hooks
 from dit.layout import SequenceLayout
 
-
-class HeadRMSNorm(nn.Module):
-    """RMSNorm over the head size with one weight vector for all heads (QK-layernorm)."""
-
-    def __init__(self, head_size: int, provider: LayerProvider, *, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = provider.parameter((head_size,), ONES, gradient_covers="own_heads")
-
-    def forward(self, x_TNH: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x_TNH, x_TNH.shape[-1:], self.weight, self.eps)
+per_head_norm = partial(RMSNorm, gradient_covers="own_heads")
+"""RMSNorm over the head size with one weight vector for all heads (QK-layernorm)."""
 
 
 class WidthRMSNorm(nn.Module):
@@ -63,12 +56,12 @@ def qk_norms(
         return nn.Identity(), nn.Identity()
     if full_width:
         return WidthRMSNorm(heads, head_size, provider, eps=eps), WidthRMSNorm(groups, head_size, provider, eps=eps)
-    return HeadRMSNorm(head_size, provider, eps=eps), HeadRMSNorm(head_size, provider, eps=eps)
+    return per_head_norm(head_size, provider, eps=eps), per_head_norm(head_size, provider, eps=eps)
 
 
 def head_norm(norms: tuple[nn.Module, nn.Module], heads: Heads) -> Optional[HeadNorm]:
     """Return the norms per head in the form of the kernels; None for identities."""
-    if not isinstance(norms[1], HeadRMSNorm):
+    if not isinstance(norms[1], RMSNorm):
         return None
     run_pre_hooks(*norms)
     weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)

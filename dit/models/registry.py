@@ -1,6 +1,4 @@
-"""Backbones by name. Each has a folder and a line in `BACKBONES` with its settings and its network.
-
-A folder with only a config has the sizes of a family of `streams`.
+"""Backbones by name. Each has a line in `BACKBONES` with its settings and its network; several networks are `Streams`.
 
 Classes are imported by name when needed, which avoids import cycles between configs and models.
 """
@@ -16,26 +14,26 @@ from dit.models.lora import add_adapters
 
 BACKBONES = {
     "autoencoder": ("autoencoder.config:AutoencoderConfig", "autoencoder.model:Autoencoder"),
-    "chroma": ("chroma.config:ChromaConfig", "streams.model:Streams"),
+    "chroma": ("streams.families:ChromaConfig", "streams.model:Streams"),
     "ddpm_unet": ("ddpm_unet.config:DDPMUNetConfig", "ddpm_unet.model:DDPMUNet"),
     "dit": ("dit.config:DiTConfig", "dit.model:DiT"),
     "dit_cross": ("dit_cross.config:DiTCrossConfig", "dit_cross.model:DiTCross"),
     "edm2_unet": ("edm2_unet.config:EDM2UNetConfig", "edm2_unet.model:EDM2UNet"),
     "efficient_unet": ("efficient_unet.config:EfficientUNetConfig", "efficient_unet.model:EfficientUNet"),
     "flux": ("flux.config:FluxConfig", "streams.model:Streams"),
-    "flux2": ("flux2.config:Flux2Config", "streams.model:Streams"),
+    "flux2": ("streams.families:Flux2Config", "streams.model:Streams"),
     "hunyuan_video": ("hunyuan_video.config:HunyuanVideoConfig", "hunyuan_video.model:HunyuanVideo"),
     "ldm_unet": ("ldm_unet.config:LDMUNetConfig", "ldm_unet.model:LDMUNet"),
-    "lumina2": ("lumina2.config:Lumina2Config", "streams.model:Streams"),
+    "lumina2": ("streams.families:Lumina2Config", "streams.model:Streams"),
     "moviegen": ("moviegen.config:MovieGenConfig", "moviegen.model:MovieGen"),
     "prx": ("prx.config:PRXConfig", "prx.model:PRX"),
-    "qwen_image": ("qwen_image.config:QwenImageConfig", "streams.model:Streams"),
+    "qwen_image": ("streams.families:QwenImageConfig", "streams.model:Streams"),
     "sana": ("sana.config:SanaConfig", "sana.model:Sana"),
-    "sd3": ("sd3.config:SD3Config", "streams.model:Streams"),
+    "sd3": ("streams.families:SD3Config", "streams.model:Streams"),
     "stdit": ("stdit.config:STDiTConfig", "stdit.model:STDiT"),
     "unet": ("unet.config:UNetConfig", "unet.model:UNet"),
     "wan": ("wan.config:WanConfig", "wan.model:Wan"),
-    "z_image": ("z_image.config:ZImageConfig", "streams.model:Streams"),
+    "z_image": ("streams.families:ZImageConfig", "streams.model:Streams"),
 }
 """Import paths in `dit.models`, as `module:Class`: of the settings, and of the network, which is built from (config,
 provider, attention, stage)."""

@@ -11,8 +11,8 @@ from dit.kernels.recompute import recompute_activations
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
-from dit.models.lumina2.config import Lumina2Config
 from dit.models.stdit.config import STDiTConfig
+from dit.models.streams.families import Lumina2Config
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig

@@ -20,20 +20,22 @@ from dit.convert.diffusers_format import TrainedModel
 from dit.convert.run_record import build
 from dit.encoders.text_config import check_text_encoder
 from dit.models.base import ModelConfig
-from dit.models.chroma.config import ChromaConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.flux.config import FluxConfig
-from dit.models.flux2.config import Flux2Config
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
-from dit.models.lumina2.config import Lumina2Config
 from dit.models.prx.config import PRXConfig
-from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
-from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
+from dit.models.streams.families import (
+    ChromaConfig,
+    Flux2Config,
+    Lumina2Config,
+    QwenImageConfig,
+    SD3Config,
+    ZImageConfig,
+)
 from dit.models.wan.config import WanConfig
-from dit.models.z_image.config import ZImageConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching

@@ -17,14 +17,12 @@ from dit.convert.diffusers_unet import DiffusersUNet
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.flux.config import FluxConfig
-from dit.models.flux2.config import Flux2Config
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.prx.config import PRXConfig
 from dit.models.sana.config import SanaConfig
-from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
+from dit.models.streams.families import Flux2Config, SD3Config, ZImageConfig
 from dit.models.wan.config import WanConfig
-from dit.models.z_image.config import ZImageConfig
 from dit.parallel.build import parameter_shapes
 from dit.verify.public import CALLS
 from tests.conftest import BuildModel

@@ -17,7 +17,7 @@ from dit.encoders.vae import VAE
 from dit.inference.decoding import Decoder
 from dit.inference.drawing import draw
 from dit.inference.generator import Generator
-from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.streams.families import QwenImageConfig
 from examples.flux2.compare import start_noise
 from launch.export import main as export
 from launch.initial_picture import add_pictures, read_reference

@@ -28,7 +28,7 @@ from dit.encoders.text_config import as_conditions, config_of
 from dit.encoders.vae import VAE
 from dit.errors import ConfigError
 from dit.inference.generator import Generator
-from dit.models.flux2.config import Flux2Config
+from dit.models.streams.families import Flux2Config
 from dit.models.wan.config import WanConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching

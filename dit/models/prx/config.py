@@ -1,14 +1,12 @@
 """Sizes of the PRX backbone."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Optional
 
 from dit.models.base import Supports
 from dit.models.conditioned import NullTextConditioned
-from dit.models.transformer_config import TransformerModelConfig
+from dit.models.transformer_config import Positions, TransformerModelConfig
 from dit.ranges import LAYERS, LAYERS_OR_ZERO, ranged
-
-Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from dit.joint_layout import JointLayout, joint_layout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Heads, Rotation
 from dit.layers.adaln import Modulation
-from dit.layers.attention import HeadRMSNorm, SelfAttention, head_matrices, split_heads
+from dit.layers.attention import SelfAttention, head_matrices, per_head_norm, split_heads
 from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
 from dit.layers.mlp import GeGLU
@@ -37,7 +37,7 @@ class TextAttention(SelfAttention):
         init = xavier_uniform(size, 2 * size)
         self.linear_kv = provider.heads_linear(size, 2 * size, bias=False, init=init, replicated_input=True)
         set_matrices(self.linear_kv, head_matrices(Heads(0), config.head_size))
-        self.text_k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
+        self.text_k_layernorm = per_head_norm(config.head_size, provider, eps=eps)
 
     def forward(  # type: ignore[override]
         self, x_TD: Tensor, text_KD: Tensor, layout: SequenceLayout, joint: JointLayout, rotation: Optional[Rotation]

@@ -11,10 +11,9 @@ from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports
 from dit.models.conditioned import NULLS, NullTextConditioned
-from dit.models.transformer_config import Activation, TransformerModelConfig, check_query_groups
-from dit.ranges import LAYERS, LAYERS_OR_ZERO, NOT_NEGATIVE, PATCHES, RANGE, WIDTH, ranged
+from dit.models.transformer_config import Activation, Positions, TransformerModelConfig, check_query_groups
+from dit.ranges import LAYERS, LAYERS_OR_ZERO, NOT_NEGATIVE, PATCHES, RANGE, WIDTH, check_unused, ranged
 
-Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 TextPositions = Literal["origin", "own_axis", "after_image", "before_image"]
 Block = Literal["adaln_zero", "sandwich"]
 
@@ -40,7 +39,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     Some settings serve only one family of published models: `approximator` Chroma; `shared_modulation` FLUX.2;
     `centred_positions` and `clean_reference_time` Qwen-Image; `num_dual_layers`, `text_output` and `position_crop`
-    Stable Diffusion 3; `num_query_groups` Lumina 2; `time_hidden_size`, `modulation_silu` and `learned_padding`
+    Stable Diffusion 3; `num_query_groups` Lumina 2; `time_hidden_size`, `modulation_silu` and `sample_multiple`
     Z-Image. Two families or more share each of the others.
 
     Attributes:
@@ -78,9 +77,11 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     """The network embeds 1 - t instead of t."""
     time_hidden_size: ClassVar[Optional[int]] = None
     """Inner width of the time's embedder; None for that of the conditioning vector."""
+    approximator: ClassVar[Optional[list[int]]] = None
+    """Sizes of one network that computes the modulations of all layers and of the head; None: each has its own."""
     modulation_silu: ClassVar[bool] = True
     """The modulations of `sandwich` blocks are computed from the SiLU of the conditioning vector."""
-    learned_padding: ClassVar[int] = 1
+    sample_multiple: ClassVar[int] = 1
     """`sandwich` extends the text and the image of each sample to multiples of this number, with learned tokens that
     are attended to."""
     text_positions: ClassVar[TextPositions] = "origin"
@@ -126,18 +127,9 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         return self.position_embedding == "rope_3d" and self.block == "adaln_zero" and not has_latents
 
     @property
-    def sample_multiple(self) -> int:
-        return self.learned_padding
-
-    @property
     def mlp_inputs(self) -> int:
         """Output features of the first linear layer of an MLP."""
         return self.ffn_size * (2 if self.activation == "swiglu" else 1)
-
-    @property
-    def approximator_sizes(self) -> Optional[list[int]]:
-        """Sizes of one network that computes the modulations of all layers and of the head; None: each has its own."""
-        return None
 
     def sublayers(self, layer: int) -> Optional[list[int]]:
         """Return the indices of a layer's modulations in the list of the whole model; None if it computes its own.
@@ -147,7 +139,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         joint, single = self.num_joint_layers, self.num_single_layers
         if self.shared_modulation:
             return [0, 1, 2, 3] if layer < joint else [4]
-        if self.approximator_sizes is None:
+        if self.approximator is None:
             return None
         text, image = (single + 2 * (start + layer) for start in (joint, 0))
         return [text, text + 1, image, image + 1] if layer < joint else [layer - joint]
@@ -167,11 +159,9 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                     f": the two streams of {type(self).__name__} meet only in single blocks, and each block has one "
                     "attention; use 0 and at least 1"
                 )
-        elif self.num_query_groups is not None:
-            raise ConfigError(
-                f"model.num_query_groups={self.num_query_groups} has no effect with {type(self).__name__}, whose "
-                "blocks have one key and value head per query head; use None"
-            )
+        else:
+            where = f"with {type(self).__name__}, whose blocks have one key and value head per query head"
+            check_unused("model", self, ["num_query_groups"], where, "use None")
         if self.num_single_layers and self.block == "adaln_zero" and self.ffn_size % self.num_attention_heads:
             nearest = max(1, round(self.ffn_size / self.num_attention_heads)) * self.num_attention_heads
             raise ConfigError(
@@ -179,7 +169,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                 f"model.num_attention_heads={self.num_attention_heads}, but a single-stream block splits its MLP over "
                 f"the heads; use {nearest}"
             )
-        most = 0 if self.shared_modulation or self.approximator_sizes else self.num_joint_layers
+        most = 0 if self.shared_modulation or self.approximator else self.num_joint_layers
         if self.num_dual_layers > most:
             raise ConfigError(
                 f"model.num_dual_layers={self.num_dual_layers} with {type(self).__name__} and "

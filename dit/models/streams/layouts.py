@@ -14,14 +14,13 @@ Source: `transformer_z_image.py` of diffusers.
 from dataclasses import dataclass
 from typing import Optional
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dit.backends.provider import LayerProvider
 from dit.joint_layout import JointLayout, joint_layout
 from dit.layers.tokens import pad_tokens
-from dit.layout import SequenceLayout, to_device
+from dit.layout import SequenceLayout
 from dit.levels import at_text_level
 
 
@@ -36,7 +35,7 @@ class StreamLayouts:
         streams: joint layout of these.
         padding: layout of the learned tokens of the image; None for none.
         single: layout in one stream.
-        sources_K: index of each extended text token in the batch, -1 for learned tokens; None for none.
+        extended: joint layout of the texts in the batch and their learned tokens; None for none.
     """
 
     given: SequenceLayout
@@ -45,7 +44,7 @@ class StreamLayouts:
     streams: JointLayout
     padding: Optional[SequenceLayout]
     single: JointLayout
-    sources_K: Optional[Tensor]
+    extended: Optional[JointLayout]
 
     @classmethod
     def of(
@@ -55,22 +54,22 @@ class StreamLayouts:
 
         Learned tokens have the noise level of the text (`with_text_level`).
         """
-        extended_texts = given if multiple == 1 else given.table(_extended, multiple)
-        sources_K = None if multiple == 1 else extended_texts.table(_sources, given)
-        texts = at_text_level(pad_tokens(extended_texts, provider), image.levels)
+        extended = None if multiple == 1 else joint_layout(given, given.table(_missing, multiple))
+        packed = given if extended is None else extended.table(_plain)  # attention splits the image of a joint layout
+        texts = at_text_level(pad_tokens(packed, provider), image.levels)
         missing = None if multiple == 1 else image.table(_missing, multiple)
         if missing is None or not missing.total_tokens:
             joint = joint_layout(texts, image)
-            return cls(given, texts, image, joint, None, joint, sources_K)
+            return cls(given, texts, image, joint, None, joint, extended)
         padding = at_text_level(pad_tokens(missing, provider), image.levels)
-        extended = joint_layout(padding, image)
+        images = joint_layout(padding, image)
         single = joint_layout(joint_layout(texts, padding), image)
-        return cls(given, texts, extended, joint_layout(texts, extended), padding, single, sources_K)
+        return cls(given, texts, images, joint_layout(texts, images), padding, single, extended)
 
     def extend_texts(self, x_K: Tensor) -> Tensor:
         """Insert zeros for the learned tokens of texts, and for padding."""
-        if self.sources_K is not None:
-            x_K = x_K.index_select(0, self.sources_K.clamp(min=0)).masked_fill(self.sources_K[:, None] < 0, 0)
+        if self.extended is not None:
+            x_K = self.extended.join(x_K, x_K.new_zeros(self.extended.image.total_tokens, *x_K.shape[1:]))
         return pad(x_K, (0, 0) * (x_K.dim() - 1) + (0, self.texts.total_tokens - len(x_K)))
 
     def extend_image(self, x_T: Tensor, learned: Tensor) -> Tensor:
@@ -87,29 +86,13 @@ class StreamLayouts:
         return self.single.join(text_K, x_T)
 
 
-def _extended(texts: SequenceLayout, multiple: int) -> SequenceLayout:
-    """Return the layout of the extended texts."""
-    lengths = tuple(length + -length % multiple for length in texts.lengths)
-    most = texts.total_tokens + texts.num_samples * (multiple - 1)
-    return _layout(texts, lengths, most - most % multiple)
+def _plain(joint: SequenceLayout) -> SequenceLayout:
+    return joint.plain
 
 
-def _missing(image: SequenceLayout, multiple: int) -> SequenceLayout:
-    """Return the layout of the learned tokens of images; a sample may have none."""
-    lengths = tuple(-length % multiple for length in image.lengths)
-    most = image.num_samples * (multiple - 1)
-    return _layout(image, lengths, most + -(image.total_tokens + most) % multiple)
-
-
-def _layout(packed: SequenceLayout, lengths: tuple[int, ...], most: int) -> SequenceLayout:
-    """Return the layout of samples next to those of a pack, with `most` tokens if the pack has a fixed size."""
-    is_fixed = packed.is_fixed
-    return SequenceLayout(lengths, lengths, most if is_fixed else sum(lengths), packed.device, is_fixed=is_fixed)
-
-
-def _sources(texts: SequenceLayout, given: SequenceLayout) -> Tensor:
-    """Return for each token of the extended texts its index in the given ones, int64 `[K]`; -1 for learned tokens."""
-    sources = torch.full((texts.total_tokens,), -1)
-    for start, first, length in zip(texts.starts, given.starts, given.lengths):
-        sources[start : start + length] = torch.arange(first, first + length)
-    return to_device(sources, texts.device)
+def _missing(layout: SequenceLayout, multiple: int) -> SequenceLayout:
+    """Return the layout of the learned tokens of texts or images; a sample may have none."""
+    lengths, is_fixed = tuple(-length % multiple for length in layout.lengths), layout.is_fixed
+    most = layout.num_samples * (multiple - 1)
+    most += -(layout.total_tokens + most) % multiple
+    return SequenceLayout(lengths, lengths, most if is_fixed else sum(lengths), layout.device, is_fixed=is_fixed)

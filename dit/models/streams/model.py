@@ -63,7 +63,7 @@ class Streams(Backbone):
         learned_null = config.null_text == "learned"
         self.rotary = config.rotary()
         self.modulation: nn.Module = nn.Identity()
-        if config.approximator_sizes is None:
+        if config.approximator is None:
             self.conditioner = Conditioner(
                 width,
                 provider,
@@ -75,7 +75,7 @@ class Streams(Backbone):
                 bias=bias,
             )
         else:
-            count, sizes = config.num_single_layers + 4 * config.num_joint_layers, config.approximator_sizes
+            count, sizes = config.num_single_layers + 4 * config.num_joint_layers, config.approximator
             self.modulation = Approximator(
                 size, count, provider, sizes=sizes, time_scale=config.time_scale, bias=bias, eps=eps
             )
@@ -92,7 +92,7 @@ class Streams(Backbone):
             self.text_norm = RMSNorm(text_size, provider, eps=eps) if config.text_norm else nn.Identity()
             init = xavier_uniform(text_size, size)
             self.embed_text = provider.replicated_linear(text_size, size, bias=bias, init=init)
-            if config.learned_padding > 1:
+            if config.sample_multiple > 1:
                 self.text_padding, self.image_padding = (provider.parameter((size,), normal(0.02)) for _ in range(2))
         two_streams, one_stream = BLOCKS[config.block]
         kinds = {i: config.layer_kind(i) for i in stage.layers}
@@ -112,7 +112,7 @@ class Streams(Backbone):
                 condition_size=width,
                 shifted=shifted,
                 bias=bias,
-                modulated=config.approximator_sizes is None,
+                modulated=config.approximator is None,
             )
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
@@ -121,7 +121,7 @@ class Streams(Backbone):
         if not self.model_config.clean_reference_time:
             time_L, batch = with_references_at_sample_time(time_L, batch)
         text_time_S, time_L, batch = with_text_level(time_L, batch)
-        layouts = StreamLayouts.of(self.text_layout(batch), batch.layout, self.model_config.learned_padding, provider)
+        layouts = StreamLayouts.of(self.text_layout(batch), batch.layout, self.model_config.sample_multiple, provider)
         texts, joint = layouts.texts, layouts.single
         rotation_J = of_streams = None
         if self.rotary is not None:
@@ -131,7 +131,7 @@ class Streams(Backbone):
             image_TA = layouts.extend_image(image_TA, start_1A)
             rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
             of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
-        has_approximator = self.model_config.approximator_sizes is not None
+        has_approximator = self.model_config.approximator is not None
         cond = time_L if has_approximator else self.conditioner(time_L, batch)
         condition = self.modulation(cond)
         positions_T3 = sincos_positions(self.model_config, batch)
@@ -180,7 +180,7 @@ class Streams(Backbone):
         context_KC, _ = self.text(batch)
         local, (local_KC,) = shard_tokens(layouts.texts, self.provider, layouts.extend_texts(context_KC))
         text_KD = self.embed_text(self.text_norm(local_KC))
-        if self.model_config.learned_padding == 1:
+        if self.model_config.sample_multiple == 1:
             return text_KD
         is_text = local.token_index_T[:, None] < local.per_token(layouts.given.lengths_S)
         return torch.where(is_text, text_KD, self.text_padding)
@@ -192,7 +192,7 @@ class Streams(Backbone):
         inputs_TC = with_control(inputs_TC, batch, self.model_config.input_features)
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, self.provider, inputs_TC, positions_T3)
         x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
-        if self.model_config.learned_padding == 1:
+        if self.model_config.sample_multiple == 1:
             return x_TD
         if layouts.padding is None:
             return torch.cat([x_TD, self.image_padding.expand(0, -1)])  # with a gradient of zero

@@ -17,15 +17,11 @@ from dit.convert.diffusers_sampling import scheduler_config
 from dit.convert.pipeline_import import check_single, complete, network_folder, read_schedule, read_shift
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
-from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
-from dit.models.lumina2.config import Lumina2Config
-from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
-from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
+from dit.models.streams.families import Flux2Config, Lumina2Config, QwenImageConfig, SD3Config, ZImageConfig
 from dit.models.wan.config import WanConfig
-from dit.models.z_image.config import ZImageConfig
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes

@@ -11,7 +11,7 @@ from dit.conditions import Conditions, per_text_token
 from dit.errors import ConfigError
 from dit.kernels.attention import segment_sdpa
 from dit.layers.adaln import Modulation
-from dit.layers.attention import HeadRMSNorm, SelfAttention
+from dit.layers.attention import SelfAttention, per_head_norm
 from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder
 from dit.layers.heads import FinalLayer
 from dit.layers.mlp import MLP
@@ -62,7 +62,7 @@ def test_query_and_key_norms_fix_the_scale(provider: LayerProvider):
 
 
 def test_head_norm_gives_unit_root_mean_square(provider: LayerProvider):
-    norm = started(HeadRMSNorm(8, provider, eps=1e-8))
+    norm = started(per_head_norm(8, provider, eps=1e-8))
     rms = norm(10 * randn(6, 4, 8)).square().mean(-1).sqrt()
     torch.testing.assert_close(rms, torch.ones(6, 4))
 

@@ -14,6 +14,7 @@ from nemo_run.config import get_type_namespace
 from dit.command_line import closest
 from dit.models.base import ModelConfig
 from dit.parallel.build import count_parameters
+from dit.training.pretrain import pretrain
 from launch import train
 from launch.config_file import built
 from launch.train import call_recipe
@@ -71,10 +72,19 @@ def test_every_factory_has_a_distinct_line():
     assert len({entry.name for entry in registry.entries()}) == len(lines)
 
 
+def test_a_variant_has_its_folder_and_settings_and_leaves_its_base_unchanged():
+    recipe = call_recipe("tiny_dit_pack")
+    recipe.data.shapes.append("1x8x8")
+    assert len(call_recipe("tiny_dit_pack").data.shapes) == 6
+    base = call_recipe("tiny_dit")
+    assert (base.data.shapes, base.training.run_dir) == (None, "runs/tiny_dit")
+    assert (recipe.data.max_tokens_per_pack, recipe.training.run_dir) == (256, "runs/tiny_dit_pack")
+
+
 def test_recipes_in_the_source_equal_recipes_registered_in_nemo_run():
     for entry in registry.entries():
         module = importlib.import_module(entry.module)
-        target = getattr(module, entry.target)
+        target = pretrain if entry.is_recipe else getattr(module, entry.target)
         assert catalogue.check_exists(get_type_namespace(target), entry.name), entry.name
         function = getattr(module, entry.function)
         assert callable(function), entry.name
