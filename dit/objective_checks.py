@@ -84,6 +84,7 @@ def check_intervals(
         f"an objective.difference below {1 / scale:g} (1 / model.time_scale)": step * scale < 1,
         "parallel.pipeline_model_parallel_size=1": parallel.pipeline_model_parallel_size == 1,
         "training.precision=fp32": training.precision == "fp32",
+        "training.fp8=null": training.fp8 is None,
         "model.num_experts=null": model.megatron_sizes().num_moe_experts is None,
         "training.cuda_graph=False": not training.cuda_graph,
     }

@@ -272,6 +272,11 @@ class ModelConfig(ABC):
         """Return the sizes of this model for Megatron-Core's `TransformerConfig`."""
 
     @property
+    def other_blocks(self) -> dict[str, TransformerSizes]:
+        """Sizes of blocks that `megatron_sizes` does not describe, by the setting that adds them."""
+        return {}
+
+    @property
     def head_sizes(self) -> frozenset[int]:
         """Features of a head of each attention that has several implementations."""
         sizes = self.megatron_sizes()

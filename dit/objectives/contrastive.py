@@ -48,9 +48,9 @@ class ContrastiveFlowMatching(FlowMatching):
 
     def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
         grids = [grid for grid in batch.grids if any(grid)]  # `dit.fixed_packs` fills a pack with empty samples
-        if len(grids) == 1:
-            return batch
-        indices_T = to_device(negative_tokens(batch.layout, grids), batch.latents_TC.device)
+        has_pair = len(grids) > 1  # a CUDA graph needs the same entries in all packs, so others have one without effect
+        indices_T = negative_tokens(batch.layout, grids) if has_pair else torch.arange(batch.layout.total_tokens)
+        indices_T = to_device(indices_T, batch.latents_TC.device)
         negative = per_latent_token(batch.latents_TC[indices_T])
         return replace(batch, conditions=batch.conditions | {NEGATIVE: negative})
 
@@ -73,7 +73,8 @@ class ContrastiveFlowMatching(FlowMatching):
             return {**terms, "contrast": Term(torch.zeros_like(terms["error"].error_T), prepared.weight_S)}
         output_TC = prediction_TC[:, : prepared.negative_TC.shape[1]]
         error_T = token_error(output_TC, prepared.negative_TC, layout, self.loss_kind)
-        return {**terms, "contrast": Term(error_T, -self.contrast_weight * prepared.weight_S)}
+        has_pair = (layout.lengths_S > 0).sum() > 1
+        return {**terms, "contrast": Term(error_T, -self.contrast_weight * prepared.weight_S * has_pair)}
 
 
 def negative_tokens(layout: SequenceLayout, grids: Sequence[Grid]) -> Tensor:

@@ -31,7 +31,7 @@ class MeanFlow(FlowMatching):
         u = v - (t - r) du/dt,    du/dt = [u(z_t + h v, r, t + h) - u(z_t - h v, r, t - h)] / 2h
 
     Two forward passes without gradients compute the difference. They run under every layout except pipeline stages, and
-    need fp32 and a model without experts. At r = t the target is v, as in flow matching.
+    need fp32 without `training.fp8`, and a model without experts. At r = t the target is v, as in flow matching.
 
     With `guidance_scale` w, v is replaced by w v + (1 - w) u(z_t, t, t), where u is computed without conditions, in one
     more pass. The network then predicts guided velocities, so one-step samples are guided without a second pass.

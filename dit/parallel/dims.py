@@ -242,9 +242,11 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
     ):
         if refused:
             raise ConfigError(f"training.fp8={fp8} is not available: {why} training.fp8=None")
-    for size, count in (("hidden_size", sizes.hidden_size), ("ffn_hidden_size", sizes.ffn_hidden_size)):
-        if count is not None:
-            check_features(fp8, count, parallel.tensor_model_parallel_size, f"features of model.{size}")
+    for owner, blocks in _blocks(model).items():
+        for size, count in (("hidden_size", blocks.hidden_size), ("ffn_hidden_size", blocks.ffn_hidden_size)):
+            name = f"features of {size}{owner}" if owner else f"features of model.{size}"
+            if count is not None:
+                check_features(fp8, count, parallel.tensor_model_parallel_size, name)
 
 
 def check_parallel(
@@ -254,7 +256,9 @@ def check_parallel(
     parallel.validate()
     check_supported(model, parallel, training)
     sizes = model.megatron_sizes()
-    _check_heads(parallel, sizes)
+    for owner, blocks in _blocks(model).items():
+        _check_blocks(parallel, blocks, owner)
+    _check_split(parallel, "num_cross_attention_heads", getattr(model, "num_cross_attention_heads", None))
     if parallel.data_parallel == "fsdp":
         _check_fsdp(parallel)
     _check_pipeline(parallel, sizes.num_layers, model.uncut_layers)
@@ -264,7 +268,6 @@ def check_parallel(
             "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
             "raise it or switch sequence_parallel off"
         )
-    _check_context(parallel, sizes.num_query_groups or sizes.num_attention_heads)
     _check_overlaps(parallel)
     dp = _replicas(parallel, world_size)
     _check_expert_ranks(parallel, sizes.num_moe_experts, dp)
@@ -279,18 +282,26 @@ def check_parallel(
     )
 
 
-def _check_heads(parallel: ParallelConfig, sizes: TransformerSizes) -> None:
-    tp, heads = parallel.tensor_model_parallel_size, sizes.num_attention_heads
-    if heads % tp:
+def _blocks(model: ModelConfig) -> dict[str, TransformerSizes]:
+    """Return the sizes of all kinds of blocks, by " of " and the setting that adds them; "" for the main ones."""
+    return {"": model.megatron_sizes()} | {f" of {name}": sizes for name, sizes in model.other_blocks.items()}
+
+
+def _check_blocks(parallel: ParallelConfig, sizes: TransformerSizes, owner: str) -> None:
+    """Check that ranks can split the heads and MLPs of a kind of blocks; `owner` as in `_blocks`."""
+    _check_split(parallel, "num_attention_heads", sizes.num_attention_heads, owner)
+    _check_split(parallel, "num_query_groups", sizes.num_query_groups, owner)
+    if sizes.num_moe_experts is None:  # otherwise, experts replace the MLPs
+        _check_split(parallel, "ffn_hidden_size", sizes.ffn_hidden_size, owner)
+    _check_context(parallel, sizes.num_query_groups or sizes.num_attention_heads, owner)
+
+
+def _check_split(parallel: ParallelConfig, name: str, count: Optional[int], owner: str = "") -> None:
+    tp = parallel.tensor_model_parallel_size
+    if count is not None and count % tp:
         raise ConfigError(
-            f"num_attention_heads={heads} cannot be split over tensor_model_parallel_size={tp}; "
-            f"use one of {divisors(heads)} or change the number of heads"
-        )
-    groups = sizes.num_query_groups or heads
-    if groups % tp:
-        raise ConfigError(
-            f"num_query_groups={groups} cannot be split over tensor_model_parallel_size={tp}; "
-            f"use one of {divisors(groups)} or change the number of groups"
+            f"{name}={count}{owner} cannot be split over tensor_model_parallel_size={tp}; "
+            f"use one of {divisors(count)} or change {owner.removeprefix(' of ') or f'model.{name}'}"
         )
 
 
@@ -407,15 +418,15 @@ def _token_multiple(parallel: ParallelConfig, training: TrainingConfig) -> int:
     return chunks * math.lcm(shards, block if cp > 1 else 1)
 
 
-def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
+def _check_context(parallel: ParallelConfig, kv_heads: int, owner: str) -> None:
     cp, comm, inner = parallel.context_parallel_size, parallel.context_comm, parallel.context_a2a_size
     heads = kv_heads // parallel.tensor_model_parallel_size  # an exchange of heads splits keys and values too
     if comm == "a2a+p2p":
         fits = [n for n in divisors(cp) if 1 < n < cp and heads % n == 0]
         if inner not in fits:
             raise ConfigError(
-                f"parallel.context_comm='a2a+p2p' with context_parallel_size={cp} and {heads} heads of keys per rank "
-                f"cannot have parallel.context_a2a_size={inner}; "
+                f"parallel.context_comm='a2a+p2p' with context_parallel_size={cp} and {heads} heads of keys{owner} per "
+                f"rank cannot have parallel.context_a2a_size={inner}; "
                 + (f"use one of {fits}" if fits else "no size divides both, so use 'p2p' or 'all_gather'")
             )
     elif inner is not None:
@@ -425,7 +436,7 @@ def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
         )
     if comm == "a2a" and heads % cp:
         raise ConfigError(
-            f"parallel.context_comm='a2a' cannot split {kv_heads} heads of keys / "
+            f"parallel.context_comm='a2a' cannot split {kv_heads} heads of keys{owner} / "
             f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} = {heads} heads over "
             f"context_parallel_size={cp} ranks; use one of {divisors(heads)} ranks, 'p2p' or 'all_gather'"
         )

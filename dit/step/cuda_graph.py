@@ -25,7 +25,6 @@ from torch import Tensor
 from dit.backends.graphs import Capture, Graphed, capture_on_gpu
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.conditions import Conditions
 from dit.errors import BatchError
 from dit.fixed_packs import without_lengths
 from dit.layout import TABLES, SequenceLayout
@@ -83,12 +82,7 @@ class GraphedSchedule:
         Raises:
             BatchError: a new combination of shapes would need more than `MOST_GRAPHS` graphs.
         """
-        wanted = (*forward_step.model.conditions(), *forward_step.objective.conditions)
-        used = [condition.name for condition in wanted]
-        packs = [
-            replace(pack, conditions=Conditions({name: pack.conditions.get(name) for name in used}))
-            for pack in islice(batches, num_micro_batches)
-        ]
+        packs = list(islice(batches, num_micro_batches))
         inputs = list[Tensor]()
         kind = constants(packs, inputs)
         if kind not in self._graphs:

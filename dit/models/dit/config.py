@@ -7,7 +7,7 @@ from typing import Optional
 from dit.condition_table import TEACHER_TOKEN
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.models.base import Supports
+from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.expert_options import ExpertOptions
 from dit.models.routing_config import TokenRouted
@@ -107,6 +107,10 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
                 f"model.routing={self.routing}, model.num_layers={self.num_layers}; use routing.first_layers of at "
                 "least 1 and num_layers of at least 2, or value_residual=False"
             )
+
+    @property
+    def other_blocks(self) -> dict[str, TransformerSizes]:
+        return {"model.wide_head": self.head_layers().megatron_sizes()} if self.wide_head else {}
 
     @property
     def head_sizes(self) -> frozenset[int]:

@@ -14,6 +14,7 @@ from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.contrastive import NEGATIVE, ContrastiveFlowMatching, negative_tokens
 from dit.objectives.flow_matching import FlowMatching
+from dit.step.cuda_graph import constants
 from tests.unit.objectives.packs import noise_for, pack, run_config
 
 WEIGHT = 0.3
@@ -97,6 +98,13 @@ def test_pairs_do_not_depend_on_the_size_of_micro_batches():
             part.latents_TC = full.latents_TC[start : start + part.layout.total_tokens]
             negatives.append(ContrastiveFlowMatching().of_full_pack(part).conditions[NEGATIVE].values)
         assert torch.equal(torch.cat(negatives), full.conditions[NEGATIVE].values)
+
+
+def test_fixed_packs_of_one_and_of_several_samples_share_a_cuda_graph():
+    """A graph stores which entries a pack has."""
+    packs = [PackMaxima(tokens=24, samples=6).pad(of_grids(*grids)) for grids in ([(1, 2, 3)], [(1, 2, 2)] * 3)]
+    one, several = (constants(ContrastiveFlowMatching().of_full_pack(batch), []) for batch in packs)
+    assert one == several
 
 
 def test_empty_samples_of_fixed_packs_are_not_negatives():

@@ -161,6 +161,7 @@ def test_a_model_of_intervals_starts_with_the_predictions_of_weights_without_the
         (["objective=flow_matching"], "objective=FlowMatching and model.interval_conditioning=True do not go together"),
         (["parallel.pipeline_model_parallel_size=2"], "in further passes; use parallel.pipeline_model_parallel_size=1"),
         (["training.precision=bf16"], "takes differences of predictions in further passes; use training.precision"),
+        (["training.fp8=tensorwise"], "in further passes; use training.fp8=null"),
         (["model.num_experts=4"], "in further passes; use model.num_experts=null"),
         (["objective.prediction=x0"], "prediction=x0 is not supported with objective=mean_flow"),
         (["objective.difference=0.001"], r"use an objective.difference below 0\.001 \(1 / model.time_scale\)"),

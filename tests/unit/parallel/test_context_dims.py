@@ -3,7 +3,10 @@
 import pytest
 
 from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.sana.config import SanaConfig
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.settings import TrainingConfig
 
@@ -94,3 +97,28 @@ def test_context_parallelism_splits_groups_of_keys(parallel, message):
     check(**parallel)
     with pytest.raises(ConfigError, match=message):
         check(groups=2, **parallel)
+
+
+TP2, ULYSSES = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2, "context_comm": "a2a"}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "fp8", "message"),
+    [
+        (DiTCrossConfig(ffn_hidden_size=101), TP2, None, "ffn_hidden_size=101 cannot be split over tensor_model_"),
+        (DiTConfig(wide_head=[1, 96, 3]), TP2, None, "num_attention_heads=3 of model.wide_head cannot be split over"),
+        (DiTConfig(wide_head=[1, 96, 3]), ULYSSES, None, "cannot split 3 heads of keys of model.wide_head / tensor_"),
+        (DiTConfig(wide_head=[1, 192, 4]), {}, "blockwise", "128 features of hidden_size of model.wide_head on each"),
+        (SanaConfig(num_cross_attention_heads=5), TP2, None, "num_cross_attention_heads=5 cannot be split over tensor"),
+    ],
+)
+def test_every_part_of_a_network_is_checked_before_it_is_built(
+    model: ModelConfig, parallel: dict, fp8: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_parallel(model, ParallelConfig(**parallel), TrainingConfig(fp8=fp8, global_batch_size=8), 2)
+
+
+def test_the_unused_width_of_dense_layers_does_not_matter_with_experts() -> None:
+    model = DiTConfig(num_experts=4, moe_ffn_hidden_size=48, ffn_hidden_size=101)
+    check_parallel(model, ParallelConfig(**TP2, sequence_parallel=True), TrainingConfig(global_batch_size=8), 2)

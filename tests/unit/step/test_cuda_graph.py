@@ -140,6 +140,7 @@ def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiny_dit", "data.text_tokens=1"),
         ("tiny_dit", "data.text_tokens=1", *FP16),
         ("tiny_ldm_unet", "data.text_tokens=1"),
+        ("tiny_dit_pack", "objective=contrastive_flow_matching"),  # `of_full_pack` adds an entry
         *((recipe,) for recipe in PACKS[:2]),
         *(
             pytest.param(words, marks=pytest.mark.long)
