@@ -29,12 +29,8 @@ def download(address: str, files: Sequence[str], is_complete: Callable[[Path], b
             f"{address} is not the address of a model; write hf://owner/name, or hf://owner/name@revision"
         )
     repository, revision = match.groups()
-    try:
-        from huggingface_hub import constants, snapshot_download
-    except ImportError as error:
-        raise ConfigError(
-            f"{address} needs the package huggingface_hub; install it, or download the model and give its folder"
-        ) from error
+    from huggingface_hub import constants, snapshot_download
+
     find = partial(snapshot_download, repository, revision=revision, allow_patterns=list(files))
     with suppress(OSError, ValueError):  # not in the cache
         if is_complete(folder := Path(find(local_files_only=True))):
