@@ -14,6 +14,7 @@ A file is mapped while one tensor of it is read: a slice is a view of the file, 
 copied. Its pages count as memory of the process only until then.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from einops import EinopsError
 from torch import Tensor
 
 from dit import safe_files
+from dit.boxes import Box
 from dit.convert.rules import Copies, Form, Rule, RuleBook, Shape, check_numbers, check_shapes, check_table
 from dit.convert.state_files import CONFIG, INDEX, PICKLES, check_index, index_of, reading, shard_names, weights_file
 from dit.errors import CheckpointError, ConfigError
@@ -93,10 +95,15 @@ class StoredTensors:
 
 
 class SlicedWeights:
-    """The parameters of a model in the files of a diffusers folder."""
+    """The parameters of a model in the files of a diffusers folder, read like those of a checkpoint.
 
-    def __init__(self, rules: RuleBook, stored: StoredTensors) -> None:
+    Attributes:
+        notes: sentences about the folder and about parameters that it lacks.
+    """
+
+    def __init__(self, rules: RuleBook, stored: StoredTensors, notes: Sequence[str] = ()) -> None:
         self.shapes = rules.shapes
+        self.notes = [*notes, *(f"{name} starts as zeros: {why}" for name, why in rules.unmatched.items())]
         self._stored, self._unmatched = stored, rules.unmatched
         self._rules = {rule.name: rule for rule in rules.rules}
         shapes = {name: shape for name, shape in stored.shapes.items() if name not in rules.tables}
@@ -106,8 +113,9 @@ class SlicedWeights:
                 check_table(name, stored.read(name), table)
 
     @torch.no_grad()
-    def read(self, name: str, blocks: Iterable[tuple[Block, Tensor]]) -> None:
-        """Copy blocks of a parameter into memory, on any device and in any precision; reads nothing else."""
+    def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
+        """Copy boxes of a parameter into memory, on any device and in any precision; reads nothing else."""
+        blocks = [(box.slices_in(Box.of(shape)), target) for box, target in views]
         if name in self._unmatched:
             for _, target in blocks:
                 target.zero_()
@@ -133,6 +141,11 @@ class SlicedWeights:
                             _copy(rule, piece, part, some, places)
         except (ConfigError, EinopsError) as error:
             raise CheckpointError(f"{name} cannot be read from {self._stored.folder}: {error}") from error
+
+    def __str__(self) -> str:
+        count, files = sum(math.prod(self.shapes[name]) for name in self._rules), self._stored.files
+        kinds = ", ".join(sorted(self._stored.dtypes)).lower()
+        return f"{count:,} parameters of {self._stored.folder} ({len(files)} safetensors of {kinds})"
 
 
 def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
