@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, patches, square_side
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches, square_side
 from dit.convert.original_dit import trained_objective
 from dit.convert.rules import POINTWISE, Axes, ByHead, Form, Same
 from dit.errors import ConfigError
@@ -21,6 +21,7 @@ from dit.layers.positions import sincos
 from dit.models.sana.config import SanaConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
+from dit.objectives.base import Objective
 from dit.patchify import grid_positions
 
 CROSS_ATTENTION = {
@@ -87,17 +88,15 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         ours = {"layer_pattern": ["full"], "fps_conditioning": False, "qk_layernorm": False}
         return {**sizes, **ours, "position_span": size // published["patch_size"] / scale}
 
-    def trained(self, model: STDiTConfig, published: Mapping[str, Any]) -> TrainedModel:
-        size = (1, published["sample_size"], published["sample_size"])
-        return TrainedModel(model, trained_objective(model), size, self.sampling)
+    def objective(self, model: STDiTConfig) -> Objective:
+        return trained_objective(model)
 
-    def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        settings, _ = super().write(model, latent_size)
+    def notes(self, model: STDiTConfig, latent_size: LatentSize) -> list[str]:
         height, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         if model.position_span is None:
             side = height // model.patch_spatial
             notes.append(f"positions are not scaled here; diffusers scales those of other sizes than {side} patches")
-        return settings, notes
+        return notes
 
     def write_sizes(self, model: STDiTConfig, latent_size: LatentSize) -> dict[str, Any]:
         settings = super().write_sizes(model, latent_size)

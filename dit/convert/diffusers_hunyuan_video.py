@@ -63,7 +63,8 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:
         side = published["target_size"] // PIXELS
         shift = 5.0 if side <= SIDE_480P else 7.0 if model.image_to_video else 9.0
-        return TrainedModel(model, FlowMatching(time_shift=shift), (FRAMES, side, side), self.sampling)
+        objective = FlowMatching(time_shift=shift, time_distribution="logit_normal")
+        return TrainedModel(model, objective, (FRAMES, side, side), self.sampling)
 
     def write_sizes(self, model: HunyuanVideoConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
