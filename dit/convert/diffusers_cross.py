@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches, square_side
-from dit.convert.original_dit import trained_objective
+from dit.convert.original_dit import position_table, trained_objective
 from dit.convert.rules import POINTWISE, Axes, ByHead, Form, Same
 from dit.errors import ConfigError
-from dit.layers.positions import sincos
 from dit.models.sana.config import SanaConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.base import Objective
-from dit.patchify import grid_positions
 
 CROSS_ATTENTION = {
     "layers.#.attention.linear_qkv": "transformer_blocks.#.attn1.to_(q|k|v)",
@@ -112,9 +110,8 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
 
     def tables(self, model: STDiTConfig, latent_size: LatentSize) -> Mapping[str, Tensor]:
         side = square_side(self.class_name, latent_size, model.patch_spatial)[0] // model.patch_spatial
-        scale = 1.0 if model.position_span is None else model.position_span / side
-        table = sincos(grid_positions((1, side, side)) * scale, model.hidden_size, "sincos_2d")
-        return {"pos_embed.pos_embed": table[None]}  # in old files
+        divisor = 1.0 if model.position_span is None else side / model.position_span
+        return {"pos_embed.pos_embed": position_table(model.hidden_size, side, divisor)}  # in old files
 
 
 FULL_WIDTH = "rms_norm_across_heads"
@@ -130,8 +127,7 @@ class GatesSecond(Form):
     pointwise: bool = False
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        values, gates = tensors[0].chunk(2)
-        pairs = torch.stack([gates, values], 1).flatten(0, 1)
+        pairs = super().from_external(tensors)
         return pairs.flatten(1) if self.pointwise and pairs.dim() > 1 else pairs
 
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:

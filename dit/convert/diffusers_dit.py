@@ -93,4 +93,4 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
 
     def tables(self, model: DiTConfig, latent_size: LatentSize) -> Mapping[str, Tensor]:
         side, _ = square_side(self.class_name, latent_size, model.patch_spatial)
-        return {"pos_embed.pos_embed": position_table(model, side // model.patch_spatial)}
+        return {"pos_embed.pos_embed": position_table(model.hidden_size, side // model.patch_spatial)}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dit import safe_files
 from dit.boxes import Box
-from dit.convert.rules import Copies, Form, Rule, RuleBook, Shape, check_numbers, check_shapes, check_table
+from dit.convert.rules import Copies, Rule, RuleBook, Shape, check_numbers, check_shapes, check_table
 from dit.convert.state_files import CONFIG, INDEX, PICKLES, check_index, index_of, reading, shard_names, weights_file
 from dit.errors import CheckpointError, ConfigError
 
@@ -130,7 +130,7 @@ class SlicedWeights:
                     for block, target in blocks:
                         target.copy_(parameter[block])
                     return
-                positions = positions_of(rule.form, self.shapes[name])
+                positions = rule.form.positions(shape[rule.form.axis])
                 # Copies of one tensor are compared, so they are read together.
                 together = [[source] for source in sources]
                 if isinstance(rule.form, Copies):
@@ -149,7 +149,7 @@ class SlicedWeights:
 
 
 def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
-    """Copy the part of a block that an external tensor (the first of equal `copies`) has, by `positions_of` it."""
+    """Copy the part of a block that an external tensor (the first of equal `copies`) has, by its `positions`."""
     axis = rule.form.axis
     assert axis is not None
     wanted = block[axis]
@@ -165,13 +165,6 @@ def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], posit
     values = tensors[0] if len(tensors) == 1 else rule.form.from_external(tensors)
     values = values.flatten(target.dim() - 1)  # without the axes of a 1 x 1 convolution
     target.index_copy_(axis, (positions[indices] - wanted.start).to(target.device), values.to(target))
-
-
-def positions_of(form: Form, shape: Shape) -> list[Tensor]:
-    """Return, for each external tensor, the position in the parameter of each index of the permuted axis."""
-    assert form.axis is not None
-    sizes = [size if axis == form.axis else 1 for axis, size in enumerate(shape)]
-    return [part.flatten() for part in form.to_external(torch.arange(shape[form.axis]).view(sizes))]
 
 
 def _pieces(block: Block, target: Tensor) -> Iterator[tuple[Block, Tensor]]:
