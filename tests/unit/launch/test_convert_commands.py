@@ -406,13 +406,13 @@ def test_no_file_is_overwritten(tmp_path):
     assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.zeros(2))
 
 
-@pytest.mark.parametrize(("make", "code", "message"), [(False, 5, "is no folder"), (True, 5, "neither a run folder")])
-def test_exporting_a_folder_without_a_run_is_a_checkpoint_error(tmp_path, capsys, make, code, message):
+@pytest.mark.parametrize("make", [False, True])
+def test_exporting_a_folder_without_a_run_is_a_checkpoint_error(tmp_path, capsys, make):
     if make:
         (tmp_path / "run").mkdir()
     arguments = ["--checkpoint", str(tmp_path / "run"), "--format", "dit", "--out", str(tmp_path / "x.pt")]
-    assert export.main(arguments) == code
-    assert message in capsys.readouterr().err
+    assert export.main(arguments) == 5
+    assert "neither a run folder" in capsys.readouterr().err
 
 
 def adapter_run(tmp_path: Path) -> tuple[Path, Path]:
