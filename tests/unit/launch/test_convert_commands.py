@@ -171,9 +171,7 @@ def test_a_pipeline_is_distinguished_from_its_transformer(tmp_path, capsys):
     (tmp_path / "pipe").mkdir()
     folder_of(tmp_path / "pipe" / "transformer", {}, {"x": torch.zeros(1)})
     assert "name its part" in refuse(capsys, tmp_path / "run", tmp_path / "pipe", kind="diffusers")
-    assert "nowhere/config.json cannot" in refuse(
-        capsys, tmp_path / "run", tmp_path / "nowhere", kind="diffusers"
-    )
+    assert "nowhere/config.json cannot" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere", kind="diffusers")
 
 
 MODEL = {"hidden_size": 48, "num_layers": 1, "num_attention_heads": 4, "num_classes": 3}
