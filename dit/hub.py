@@ -1,13 +1,10 @@
 """The Hugging Face hub: is it reachable, and the local copy of a model with an address such as `hf://owner/name`."""
 
 import re
-import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from dit.errors import ConfigError
 from dit.terminal import announce
@@ -29,12 +26,8 @@ def download(address: str, files: Sequence[str], is_complete: Callable[[Path], b
             f"{address} is not the address of a model; write hf://owner/name, or hf://owner/name@revision"
         )
     repository, revision = match.groups()
-    try:
-        from huggingface_hub import constants, snapshot_download
-    except ImportError as error:
-        raise ConfigError(
-            f"{address} needs the package huggingface_hub; install it, or download the model and give its folder"
-        ) from error
+    from huggingface_hub import constants, snapshot_download
+
     find = partial(snapshot_download, repository, revision=revision, allow_patterns=list(files))
     with suppress(OSError, ValueError):  # not in the cache
         if is_complete(folder := Path(find(local_files_only=True))):
@@ -87,17 +80,12 @@ def check_hub(repository: str, file: str = "config.json") -> None:
 
 def check_reachable(repository: str) -> None:
     """Check that the Hugging Face hub can be reached."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_session
 
     try:
-        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
-    except HTTPError:  # the hub responds
-        return
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):  # the hub responds, with a certificate that huggingface_hub may accept
-            return
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # those of several HTTP libraries
         raise ConfigError(
             f"{repository} is not a local folder and not in the local cache, and {constants.ENDPOINT} cannot be "
-            f"reached ({reason}); copy the folder to this machine and name it, or connect to the network"
+            f"reached ({error}); copy the folder to this machine and name it, or connect to the network"
         ) from error

@@ -74,15 +74,11 @@ def with_folders_of(line: str, recorded: Optional[str]) -> str:
     Args:
         line: encoders of the pipeline; returned if the recorded ones make other entries.
     """
-    folders, options, entries = [], [], []
-    for text in (line, recorded or ""):
-        parts = [part.partition(":") for part in text.split(",")]
-        folders.append([entries_and_name(head)[1] for head, _, _ in parts])
-        options.append([colon + rest for _, colon, rest in parts])
-        entries.append([entries_and_name(head)[0] or "text" for head, _, _ in parts])
-    if entries[0] != entries[1]:
+    parts = ([part.partition(":") for part in text.split(",")] for text in (line, recorded or ""))
+    here, there = ([(*entries_and_name(head), colon + options) for head, colon, options in some] for some in parts)
+    if [entries or "text" for entries, _, _ in here] != [entries or "text" for entries, _, _ in there]:
         return line
-    return ",".join(f"{entry}={name}{rest}" for entry, name, rest in zip(entries[0], folders[0], options[1]))
+    return ",".join(f"{entries or 'text'}={name}{options}" for (entries, name, _), (_, _, options) in zip(here, there))
 
 
 def name_a_part(path: Path | str, *kinds: str) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Optional
 
-from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import command_parser
@@ -57,9 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> list[str]:
     """Write the file or folder; return a sentence for each difference of the other code base."""
-    folder, out = Path(args.checkpoint), Path(args.out)
-    if not folder.is_dir():
-        raise CheckpointError(f"--checkpoint {folder} is no folder; give a run folder, or one checkpoint folder in it")
+    out = Path(args.out)
     if out.exists():
         raise ConfigError(f"--out {out} already exists and is not changed; choose another or remove it")
     if args.format != PIPELINE and (args.vae or args.text_encoder):
@@ -68,7 +66,7 @@ def run(args: argparse.Namespace) -> list[str]:
     from dit.checkpoint.reading import find_checkpoint
 
     with ExitStack() as reading:
-        return _write(args, find_checkpoint(folder, reading)[0], out)
+        return _write(args, find_checkpoint(args.checkpoint, reading)[0], out)
 
 
 def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:

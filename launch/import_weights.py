@@ -76,8 +76,6 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> list[str]:
     """Write the run folder; return sentences about differences of our network and the source of the metadata."""
     source = Path(args.source)
-    if not source.exists():
-        raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")
     if args.format not in ("dit", LORA) and args.num_attention_heads is not None:
         raise ConfigError("--num-attention-heads is for --format dit; config.json has it")
     if (args.format == LORA) != (args.base is not None):

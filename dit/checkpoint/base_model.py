@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.added_inputs import WithAddedInputs, with_added_inputs
-from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, Network, is_network, local_path, read_network
+from dit.checkpoint.diffusers_folder import NOT_SIZES, Network, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
 from dit.checkpoint.manifest import check_same_model, read_manifest, stored_shapes
 from dit.checkpoint.reading import candidates, find_checkpoint, read_settings
@@ -28,6 +28,7 @@ from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import on_first_rank, reads_together
+from dit.convert.sliced_weights import SlicedWeights
 from dit.errors import CheckpointError, ConfigError, UserError, first_few
 from dit.hub import PREFIX, pinned
 from dit.models.base import ModelConfig
@@ -253,7 +254,7 @@ def log_start(weights: Weights, groups: ProcessGroups) -> None:
     stored = weights
     while isinstance(stored, WithAddedInputs):
         stored = stored.stored
-    if groups.rank == 0 and (stored is not weights or isinstance(stored, FolderWeights)):
+    if groups.rank == 0 and (stored is not weights or isinstance(stored, SlicedWeights)):
         logger.info("checkpoint.start_from reads %s", weights)
         for note in getattr(stored, "notes", ()):
             logger.info("%s", note)

@@ -9,7 +9,7 @@ Every rank reads the slices of the files that it owns, see `dit.convert.sliced_w
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
@@ -17,10 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from torch import Tensor
-
 from dit.backends.process_groups import ProcessGroups, gather_objects
-from dit.boxes import Box
 from dit.checkpoint.added_inputs import with_added_inputs
 from dit.checkpoint.manifest import hash_file
 from dit.checkpoint.state_files import Weights
@@ -32,7 +29,7 @@ from dit.convert.rules import RuleBook
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights, StoredTensors
 from dit.convert.state_files import CONFIG, STEM, VARIANT, VARIANT_INDEX, read_json
-from dit.errors import CheckpointError, ConfigError, first_few
+from dit.errors import ConfigError, first_few
 from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig
 from dit.models.conditioned import ControlConditioned
@@ -97,7 +94,8 @@ class Network:
             stored = replace(model, control_channels=None)
         if isinstance(stored, DiTConfig):
             stored = replace(stored, interval_conditioning=False)
-        return with_added_inputs(FolderWeights(self, stored), model)
+        rules = _checked_rules(self, stored.without_adapters())
+        return with_added_inputs(SlicedWeights(rules, StoredTensors(self.folder), self.trained.notes), model)
 
     def rules(self, model: ModelConfig) -> RuleBook:
         """Return the rules between the files and a model of the same sizes."""
@@ -197,30 +195,3 @@ def _sizes(rules: RuleBook, model: ModelConfig) -> object:
     """Return what must be equal: shapes and order of the weights, and heads, which not every rule depends on."""
     heads = [getattr(model, name, None) for name in ("num_attention_heads", "head_size")]
     return heads, [(rule, rules.shapes[rule.name]) for rule in rules.rules]
-
-
-class FolderWeights:
-    """The weights of a network for a model of the same sizes, read like those of a checkpoint."""
-
-    def __init__(self, network: Network, model: ModelConfig) -> None:
-        rules = _checked_rules(network, model.without_adapters())
-        self.shapes = rules.shapes
-        self._folder = network.folder
-        self._stored = StoredTensors(network.folder)
-        self._sliced = SlicedWeights(rules, self._stored)
-        zeros = [f"{name} starts as zeros: {why}" for name, why in rules.unmatched.items()]
-        self.notes = [*network.trained.notes, *zeros]
-        self.num_parameters = sum(Box.of(rules.shapes[rule.name]).numel for rule in rules.rules)
-
-    def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        if self.shapes.get(name) != tuple(shape):
-            raise CheckpointError(
-                f"{name} {list(shape)} is not in {self._folder}; give the model settings of its config.json"
-            )
-        full = Box.of(shape)
-        self._sliced.read(name, ((box.slices_in(full), target) for box, target in views))
-
-    def __str__(self) -> str:
-        files = self._stored.files
-        kinds = ", ".join(sorted(self._stored.dtypes)).lower()
-        return f"{self.num_parameters:,} parameters of {self._folder} ({len(files)} safetensors of {kinds})"

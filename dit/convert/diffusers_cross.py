@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, patches, square_side
-from dit.convert.original_dit import trained_objective
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches, square_side
+from dit.convert.original_dit import position_table, trained_objective
 from dit.convert.rules import POINTWISE, Axes, ByHead, Form, Same
 from dit.errors import ConfigError
-from dit.layers.positions import sincos
 from dit.models.sana.config import SanaConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
-from dit.patchify import grid_positions
+from dit.objectives.base import Objective
 
 CROSS_ATTENTION = {
     "layers.#.attention.linear_qkv": "transformer_blocks.#.attn1.to_(q|k|v)",
@@ -87,17 +86,15 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         ours = {"layer_pattern": ["full"], "fps_conditioning": False, "qk_layernorm": False}
         return {**sizes, **ours, "position_span": size // published["patch_size"] / scale}
 
-    def trained(self, model: STDiTConfig, published: Mapping[str, Any]) -> TrainedModel:
-        size = (1, published["sample_size"], published["sample_size"])
-        return TrainedModel(model, trained_objective(model), size, self.sampling)
+    def objective(self, model: STDiTConfig) -> Objective:
+        return trained_objective(model)
 
-    def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        settings, _ = super().write(model, latent_size)
+    def notes(self, model: STDiTConfig, latent_size: LatentSize) -> list[str]:
         height, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         if model.position_span is None:
             side = height // model.patch_spatial
             notes.append(f"positions are not scaled here; diffusers scales those of other sizes than {side} patches")
-        return settings, notes
+        return notes
 
     def write_sizes(self, model: STDiTConfig, latent_size: LatentSize) -> dict[str, Any]:
         settings = super().write_sizes(model, latent_size)
@@ -113,9 +110,8 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
 
     def tables(self, model: STDiTConfig, latent_size: LatentSize) -> Mapping[str, Tensor]:
         side = square_side(self.class_name, latent_size, model.patch_spatial)[0] // model.patch_spatial
-        scale = 1.0 if model.position_span is None else model.position_span / side
-        table = sincos(grid_positions((1, side, side)) * scale, model.hidden_size, "sincos_2d")
-        return {"pos_embed.pos_embed": table[None]}  # in old files
+        divisor = 1.0 if model.position_span is None else side / model.position_span
+        return {"pos_embed.pos_embed": position_table(model.hidden_size, side, divisor)}  # in old files
 
 
 FULL_WIDTH = "rms_norm_across_heads"
@@ -131,8 +127,7 @@ class GatesSecond(Form):
     pointwise: bool = False
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        values, gates = tensors[0].chunk(2)
-        pairs = torch.stack([gates, values], 1).flatten(0, 1)
+        pairs = super().from_external(tensors)
         return pairs.flatten(1) if self.pointwise and pairs.dim() > 1 else pairs
 
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:

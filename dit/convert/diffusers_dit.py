@@ -58,9 +58,11 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         return super().read_sizes(published) | {"time_frequency_shift": 1}
 
-    def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+    def write_sizes(self, model: DiTConfig, latent_size: LatentSize) -> dict[str, Any]:
         check_class_dit(model, self.class_name)
-        settings, _ = super().write(model, latent_size)
+        return super().write_sizes(model, latent_size) | {"norm_eps": model.layernorm_epsilon}
+
+    def notes(self, model: DiTConfig, latent_size: LatentSize) -> list[str]:
         _, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         if model.time_frequency_shift != 1:
             notes.append(
@@ -68,7 +70,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
                 "(frequencies 10000 ** -(i / 127) instead of 10000 ** -(i / 128)), so its outputs differ slightly; "
                 "train with model.time_frequency_shift=1 for equal outputs"
             )
-        return settings | {"norm_eps": model.layernorm_epsilon}, notes
+        return notes
 
     def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
         """Move the vector of "no class" to the index that `DiTPipeline` uses, after zeros for unused classes."""
@@ -91,4 +93,4 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
 
     def tables(self, model: DiTConfig, latent_size: LatentSize) -> Mapping[str, Tensor]:
         side, _ = square_side(self.class_name, latent_size, model.patch_spatial)
-        return {"pos_embed.pos_embed": position_table(model, side // model.patch_spatial)}
+        return {"pos_embed.pos_embed": position_table(model.hidden_size, side // model.patch_spatial)}

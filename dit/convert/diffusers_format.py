@@ -4,7 +4,7 @@ import importlib
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -153,7 +153,7 @@ class DiffusersFormat(Generic[Model]):
     Attributes:
         aliases: older names of this class, distinguished from others by `norm_type`.
         other: arguments without effect on the network, or with several values for one network. All others, except
-            `mlp_ratio`, must have the values that `write` returns for the model.
+            `mlp_ratio`, must have the values that `write_sizes` returns for the model.
         same: diffusers' names of settings with equal values, by ours, in addition to equal names and `USUAL`.
         free: our settings that a model may have with any value, though `config.json` does not store them exactly.
         names: diffusers' names of layers by ours, as in `layer_rules`.
@@ -224,20 +224,15 @@ class DiffusersFormat(Generic[Model]):
             notes = [f"config.json has no latent size; {' x '.join(map(str, latent_size))} is assumed"]
         if (guidance := getattr(model, "guidance", None)) is not None:
             notes.append(f"the network gets a guidance scale of {guidance:g} (model.guidance)")
-        objective = FlowMatching(time_shift=self.time_shift)
-        return TrainedModel(model, objective, latent_size, {"solver": "euler", **self.sampling}, notes=notes)
+        sampling = {"solver": "euler", **self.sampling}
+        return TrainedModel(model, self.objective(model), latent_size, sampling, notes=notes)
 
-    def write(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        """Return diffusers' settings that differ from `defaults`, and notes about differences in effect.
-
-        A model is supported if the network for these settings is the same.
-        """
-        settings = self.write_sizes(model, latent_size)
-        check_settings(self.class_name, model, self.network({**self.defaults, **settings}), self.free)
-        return settings, []
+    def objective(self, model: Model) -> Objective:
+        """Return the objective of the published models."""
+        return FlowMatching(time_shift=self.time_shift, time_distribution="logit_normal")
 
     def write_sizes(self, model: Any, latent_size: LatentSize) -> dict[str, Any]:
-        """Invert `read_sizes`."""
+        """Invert `read_sizes`: return the settings that differ from `defaults`."""
         settings: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in self.equal.items()}
         if "attention_head_dim" in self.defaults:
             settings["attention_head_dim"] = model.hidden_size // model.num_attention_heads
@@ -309,7 +304,7 @@ class DiffusersFormat(Generic[Model]):
     def read_settings(self, settings: Mapping[str, Any]) -> TrainedModel:
         """Read a `config.json`; raise `ConfigError` for settings that our backbone does not support.
 
-        These are settings that `write` does not return for the model that was read.
+        These are settings that `write_settings` does not return for the model that was read.
         """
         arguments = {name: value for name, value in settings.items() if not name.startswith("_")}
         # Old files have arguments that no longer exist; they have no effect if unset.
@@ -317,9 +312,8 @@ class DiffusersFormat(Generic[Model]):
         complete = {n: arguments.get(n, default) for n, default in self.defaults.items()}
         complete = {n: list(v) if isinstance(v, list | tuple) else v for n, v in complete.items()}
         with valid_entries(f"config.json of {self.class_name}", ConfigError, "download it again"):
-            model = self.network(complete)
-            trained = self.trained(model, complete)
-            written = {**self.defaults, **self.write(model, trained.latent_size)[0]}
+            trained = self.trained(self.network(complete), complete)
+            written, _ = self.write_settings(trained.model, trained.latent_size)
         if "out_channels" in complete:  # None stands for the number of input channels
             for values in (complete, written):
                 values["out_channels"] = values["out_channels"] or values["in_channels"]
@@ -333,15 +327,18 @@ class DiffusersFormat(Generic[Model]):
                 f"{self.config_class.__name__} does not support these settings of {self.class_name}: {faults}; weights "
                 "with them cannot be imported"
             )
-        if not isinstance(trained.objective, FlowMatching):
-            return trained
-        return replace(trained, objective=replace(trained.objective, time_distribution="logit_normal"))
+        return trained
 
-    def write_settings(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        """Return a complete `config.json` and the notes of `write`."""
-        changed, notes = self.write(model, latent_size)
+    def write_settings(self, model: ModelConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        """Return a complete `config.json` and the notes; a model is supported if the network for it is the same."""
+        complete = {**self.defaults, **self.write_sizes(model, latent_size)}
+        check_settings(self.class_name, model, self.network(complete), self.free)
         header = {"_class_name": self.class_name, "_diffusers_version": VERSION}
-        return {**header, **self.defaults, **changed}, notes
+        return {**header, **complete}, self.notes(model, latent_size)
+
+    def notes(self, model: Any, latent_size: LatentSize) -> list[str]:
+        """Return sentences about differences in effect."""
+        return []
 
 
 def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:

@@ -11,14 +11,12 @@ from typing import Any
 from dit.convert.diffusers_format import LatentSize, TrainedModel, patches
 from dit.convert.diffusers_streams import FEED_FORWARD, JOINT, DiffusersStreams
 from dit.convert.rules import ByHead, Form
-from dit.errors import ConfigError
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.objectives.flow_matching import FlowMatching
 
 FRAMES = 31  # of the latent of 121 frames; not in the settings
 SIDE_480P = 40  # of the latent of a square with the area of the smaller models' clips
 PIXELS = 16  # along each side of a latent position
-TASKS = {"t2v": False, "i2v": True}
 EMBEDDERS, REFINER = "context_embedder.time_text_embed", "context_embedder.token_refiner.refiner_blocks.#"
 
 
@@ -56,21 +54,21 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     sampling: Mapping[str, Any] = {"solver": "euler", "num_steps": 50, "guidance_scale": 6.0}
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        if (task := published["task_type"]) not in TASKS:
-            raise ConfigError(f"task_type={task!r}; supported tasks are {', '.join(TASKS)}")
-        return super().read_sizes(published) | {"out_channels": None, "image_to_video": TASKS[task]}
+        image_to_video = published["task_type"] == "i2v"
+        return super().read_sizes(published) | {"out_channels": None, "image_to_video": image_to_video}
 
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:
         side = published["target_size"] // PIXELS
         shift = 5.0 if side <= SIDE_480P else 7.0 if model.image_to_video else 9.0
-        return TrainedModel(model, FlowMatching(time_shift=shift), (FRAMES, side, side), self.sampling)
+        objective = FlowMatching(time_shift=shift, time_distribution="logit_normal")
+        return TrainedModel(model, objective, (FRAMES, side, side), self.sampling)
 
     def write_sizes(self, model: HunyuanVideoConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
             "in_channels": 2 * model.in_channels + 1,  # latent, first frame and mask
             "out_channels": model.in_channels,
             "target_size": PIXELS * math.isqrt(latent_size[1] * latent_size[2]),
-            "task_type": next(task for task, image in TASKS.items() if image == model.image_to_video),
+            "task_type": "i2v" if model.image_to_video else "t2v",
         }
 
     def forms(self, model: HunyuanVideoConfig) -> Mapping[str, Form]:

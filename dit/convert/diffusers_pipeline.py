@@ -13,7 +13,7 @@ Source: diffusers 0.38, `pipelines/`: arguments of the constructors, and the ste
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Optional
 
@@ -53,8 +53,6 @@ class Pipeline:
         scale: argument of the call for the scale of guidance; None for a part `guider` that has it.
         scale_of_none: value of this argument without guidance.
         keeps_norm: guidance keeps the norm of predictions, as `sampling.guidance_norm` does.
-        zeros: entry of `model_index.json` that, if true, replaces the embedding of the empty text by zeros.
-        records_distilled: `model_index.json` has the entry `is_distilled`; if it is true, the pipeline never guides.
         compression: pixels per side, per position of a latent; None for those of the autoencoder.
         times: which times of flow matching its call passes to the scheduler: n evenly spaced ones (`even`), these if
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
@@ -63,16 +61,17 @@ class Pipeline:
         reads_control: takes a control picture, which the autoencoder encodes.
         references: how it scales pictures to edit, which `launch.sample` scales and crops as training data; None if it
             takes none.
-        reads_first_frame: `model_index.json` has the entry `expand_timesteps`, for one time per token.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
         arguments: further arguments of the call; `{area}` is that of a picture in pixels, `{rescale}` the setting
             `sampling.guidance_rescale`.
         setup: lines of Python between opening the folder and the call; `{area}` as in `arguments`.
         note: difference to our sampler, printed if an encoder of the run changes no prompts (`prompt=plain`), which a
             pipeline with its own prompts accepts only with a note.
-        index: further entries of `model_index.json`.
+        index: further entries of `model_index.json`, from a `TrainedModel`.
+        setting: setting of the model without which another pipeline is used.
     """
 
+    model_class: str
     class_name: str
     texts: tuple[str, ...] = ()
     cuts_texts: bool = False
@@ -81,8 +80,6 @@ class Pipeline:
     scale: Optional[str] = "guidance_scale"
     scale_of_none: float = 1.0
     keeps_norm: bool = False
-    zeros: Optional[str] = None
-    records_distilled: bool = False
     vae: str = "AutoencoderKL"
     compression: Optional[int] = None
     times: Literal["even", "argument", "end", "none"] = "even"
@@ -90,12 +87,12 @@ class Pipeline:
     draws_clips: bool = False
     reads_control: bool = False
     references: Optional[str] = None
-    reads_first_frame: bool = False
     reads_adapters: bool = True
     arguments: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     note: Optional[str] = None
-    index: Mapping[str, Any] = field(default_factory=dict)
+    index: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    setting: Optional[str] = None
 
     @property
     def text_folders(self) -> dict[str, str]:
@@ -107,144 +104,15 @@ class Pipeline:
         return self.cuts_texts or self.text_folders[folder].startswith("clip")
 
 
-PIPELINES = {
-    "DiTTransformer2DModel": Pipeline("DiTPipeline", flow=False, guided_by_texts=False, reads_adapters=False),
-    "PixArtTransformer2DModel": Pipeline(
-        "PixArtAlphaPipeline",
-        ("t5|umt5|sentence",),
-        flow=False,
-        reads_adapters=False,
-        arguments=("clean_caption=False", "use_resolution_binning=False"),
-        note="PixArtAlphaPipeline converts prompts to lower case; prepare captions in lower case for it",
-    ),
-    "UNet2DConditionModel": Pipeline(
-        "StableDiffusionPipeline",
-        ("clip",),
-        flow=False,
-        arguments=RESCALED,
-        index={"requires_safety_checker": False},
-    ),
-    "FluxTransformer2DModel": Pipeline(
-        "FluxPipeline",
-        ("clip", "t5"),
-        guided_by_texts=False,
-        shift_by_tokens="scheduler",
-    ),
-    "ChromaTransformer2DModel": Pipeline(
-        "ChromaPipeline",
-        ("t5",),
-        shift_by_tokens="scheduler",
-        note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to scores of attention, so tokens attend to "
-        "padding (huggingface/diffusers issue 13619); our sampler masks padding, as the published training",
-    ),
-    "Flux2Transformer2DModel": Pipeline(
-        "Flux2KleinPipeline",
-        ("qwen3",),
-        records_distilled=True,
-        vae="AutoencoderKLFlux2",
-        shift_by_tokens=FLUX2_SHIFT,
-        references=OWN_SIZES,
-    ),
-    "QwenImageTransformer2DModel": Pipeline(
-        "QwenImagePipeline",
-        ("qwen2_5_vl",),
-        scale="true_cfg_scale",
-        keeps_norm=True,
-        shift_by_tokens="scheduler",
-        vae="AutoencoderKLQwenImage",
-        arguments=('negative_prompt=""',),
-    ),
-    "SD3Transformer2DModel": Pipeline(
-        "StableDiffusion3Pipeline",
-        ("clip_projected", "clip_projected", "t5"),
-        times="argument",
-        shift_by_tokens="scheduler",
-    ),
-    "Lumina2Transformer2DModel": Pipeline(
-        "Lumina2Pipeline",
-        ("gemma2",),
-        compression=8,
-        arguments=("cfg_normalization=False",),
-    ),
-    "ZImageTransformer2DModel": Pipeline(
-        "ZImagePipeline",
-        ("qwen3",),
-        scale_of_none=0.0,
-        times="end",
-        shift_by_tokens="scheduler",
-    ),
-    "PRXTransformer2DModel": Pipeline(
-        "PRXPipeline",
-        ("t5gemma",),
-        cuts_texts=True,
-        times="none",
-        reads_adapters=False,
-        arguments=("use_resolution_binning=False",),
-        note="PRXPipeline also removes URLs, brackets and some words from prompts; see its `TextPreprocessor`",
-    ),
-    "SanaTransformer2DModel": Pipeline(
-        "SanaPipeline",
-        ("gemma2",),
-        vae="AutoencoderDC",
-        times="argument",
-        arguments=("use_resolution_binning=False",),
-    ),
-    "HunyuanVideo15Transformer3DModel": Pipeline(
-        "HunyuanVideo15Pipeline",
-        ("qwen2_5_vl_text|qwen2_5_vl", "t5"),
-        cuts_texts=True,
-        scale=None,
-        vae="AutoencoderKLHunyuanVideo15",
-        draws_clips=True,
-        reads_adapters=False,
-    ),
-    "WanTransformer3DModel": Pipeline(
-        "WanPipeline",
-        ("umt5|t5",),
-        vae="AutoencoderKLWan",
-        times="none",
-        draws_clips=True,
-        reads_first_frame=True,
-        note="WanPipeline joins the white space of a prompt and replaces HTML entities",
-    ),
-}
-"""By the class of the model."""
+ZEROS = "force_zeros_for_empty_prompt"
+"""Entry of `model_index.json` that, if true, replaces the embedding of the empty text by zeros."""
 
-VARIANTS = {
-    "FluxTransformer2DModel": (
-        "control_channels",
-        replace(
-            PIPELINES["FluxTransformer2DModel"],
-            class_name="FluxControlPipeline",
-            reads_control=True,
-            note="FluxControlPipeline draws the latent of a control picture from the autoencoder's distribution; our "
-            "data and sampler use its mean",
-        ),
-    ),
-    "UNet2DConditionModel": (
-        "pooled_size",
-        Pipeline(
-            "StableDiffusionXLPipeline",
-            ("clip", "clip_projected"),
-            flow=False,
-            zeros="force_zeros_for_empty_prompt",
-            arguments=RESCALED,
-            index={"add_watermarker": False},
-        ),
-    ),
-    "Flux2Transformer2DModel": (
-        "guidance",
-        Pipeline(
-            "Flux2Pipeline",
-            ("mistral3",),
-            guided_by_texts=False,
-            vae="AutoencoderKLFlux2",
-            shift_by_tokens=FLUX2_SHIFT,
-            references=OWN_SIZES,
-        ),
-    ),
-}
-"""By the class of the model: a setting, and the pipeline of models that have it."""
+
+def _has_times_per_token(trained: TrainedModel) -> bool:
+    # The time of a token is that of every second latent position, so patches must be 1 x 2 x 2.
+    patch = (trained.model.patch_temporal, trained.model.patch_spatial)
+    return "first_frame" in trained.clean_parts and patch == (1, 2)
+
 
 TOKEN_TYPES = (
     "# transformers 5 needs the types of tokens, which diffusers 0.38 omits (huggingface/diffusers issue 14194)",
@@ -255,43 +123,172 @@ TOKEN_TYPES = (
     ")",
 )
 """Lines that give tokens of a picture their positions in Qwen2.5-VL."""
-QWEN_IMAGE_EDIT = replace(
-    PIPELINES["QwenImageTransformer2DModel"],
-    class_name="QwenImageEditPipeline",
-    references="scales references to 1,048,576 pixels, without a crop",
-    setup=TOKEN_TYPES,
+FLUX = Pipeline(
+    "FluxTransformer2DModel", "FluxPipeline", ("clip", "t5"), guided_by_texts=False, shift_by_tokens="scheduler"
 )
-EDITS = {
-    "FluxPipeline": (
-        replace(
-            PIPELINES["FluxTransformer2DModel"],
-            class_name="FluxKontextPipeline",
-            references="takes references at their own size",
-            arguments=("max_area={area}", "_auto_resize=False"),
-        ),
+FLUX2 = Pipeline(
+    "Flux2Transformer2DModel",
+    "Flux2KleinPipeline",
+    ("qwen3",),
+    vae="AutoencoderKLFlux2",
+    shift_by_tokens=FLUX2_SHIFT,
+    references=OWN_SIZES,
+    index={"is_distilled": lambda trained: trained.sampling.get("guidance_scale") == 1},  # then it never guides
+)
+QWEN_IMAGE = Pipeline(
+    "QwenImageTransformer2DModel",
+    "QwenImagePipeline",
+    ("qwen2_5_vl",),
+    scale="true_cfg_scale",
+    keeps_norm=True,
+    shift_by_tokens="scheduler",
+    vae="AutoencoderKLQwenImage",
+    arguments=('negative_prompt=""',),
+)
+PIPELINES = (
+    Pipeline("DiTTransformer2DModel", "DiTPipeline", flow=False, guided_by_texts=False, reads_adapters=False),
+    Pipeline(
+        "PixArtTransformer2DModel",
+        "PixArtAlphaPipeline",
+        ("t5|umt5|sentence",),
+        flow=False,
+        reads_adapters=False,
+        arguments=("clean_caption=False", "use_resolution_binning=False"),
+        note="PixArtAlphaPipeline converts prompts to lower case; prepare captions in lower case for it",
     ),
-    "QwenImagePipeline": (
-        replace(
-            QWEN_IMAGE_EDIT,
-            class_name="QwenImageEditPlusPipeline",
-            setup=(
-                "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus",
-                "pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {area}  # pixels to which it scales references",
-                *TOKEN_TYPES,
-            ),
-            references="scales references to this area with sides that are multiples of 32 pixels, without a crop",
-        ),
-        QWEN_IMAGE_EDIT,
+    Pipeline(
+        "UNet2DConditionModel",
+        "StableDiffusionXLPipeline",
+        ("clip", "clip_projected"),
+        setting="pooled_size",
+        flow=False,
+        arguments=RESCALED,
+        index={"add_watermarker": lambda _: False, ZEROS: lambda trained: trained.model.null_text == "zeros"},
     ),
-}
-"""By the class of the pipeline without a picture to edit: those of models that were trained with one."""
+    Pipeline(
+        "UNet2DConditionModel",
+        "StableDiffusionPipeline",
+        ("clip",),
+        flow=False,
+        arguments=RESCALED,
+        index={"requires_safety_checker": lambda _: False},
+    ),
+    replace(
+        FLUX,
+        class_name="FluxControlPipeline",
+        setting="control_channels",
+        reads_control=True,
+        note="FluxControlPipeline draws the latent of a control picture from the autoencoder's distribution; our "
+        "data and sampler use its mean",
+    ),
+    FLUX,
+    Pipeline(
+        "ChromaTransformer2DModel",
+        "ChromaPipeline",
+        ("t5",),
+        shift_by_tokens="scheduler",
+        note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to scores of attention, so tokens attend to "
+        "padding (huggingface/diffusers issue 13619); our sampler masks padding, as the published training",
+    ),
+    replace(
+        FLUX2, class_name="Flux2Pipeline", texts=("mistral3",), setting="guidance", guided_by_texts=False, index={}
+    ),
+    FLUX2,
+    QWEN_IMAGE,
+    Pipeline(
+        "SD3Transformer2DModel",
+        "StableDiffusion3Pipeline",
+        ("clip_projected", "clip_projected", "t5"),
+        times="argument",
+        shift_by_tokens="scheduler",
+    ),
+    Pipeline(
+        "Lumina2Transformer2DModel",
+        "Lumina2Pipeline",
+        ("gemma2",),
+        compression=8,
+        arguments=("cfg_normalization=False",),
+    ),
+    Pipeline(
+        "ZImageTransformer2DModel",
+        "ZImagePipeline",
+        ("qwen3",),
+        scale_of_none=0.0,
+        times="end",
+        shift_by_tokens="scheduler",
+    ),
+    Pipeline(
+        "PRXTransformer2DModel",
+        "PRXPipeline",
+        ("t5gemma",),
+        cuts_texts=True,
+        times="none",
+        reads_adapters=False,
+        arguments=("use_resolution_binning=False",),
+        note="PRXPipeline also removes URLs, brackets and some words from prompts; see its `TextPreprocessor`",
+    ),
+    Pipeline(
+        "SanaTransformer2DModel",
+        "SanaPipeline",
+        ("gemma2",),
+        vae="AutoencoderDC",
+        times="argument",
+        arguments=("use_resolution_binning=False",),
+    ),
+    Pipeline(
+        "HunyuanVideo15Transformer3DModel",
+        "HunyuanVideo15Pipeline",
+        ("qwen2_5_vl_text|qwen2_5_vl", "t5"),
+        cuts_texts=True,
+        scale=None,
+        vae="AutoencoderKLHunyuanVideo15",
+        draws_clips=True,
+        reads_adapters=False,
+    ),
+    Pipeline(
+        "WanTransformer3DModel",
+        "WanPipeline",
+        ("umt5|t5",),
+        vae="AutoencoderKLWan",
+        times="none",
+        draws_clips=True,
+        index={"expand_timesteps": _has_times_per_token},
+        note="WanPipeline joins the white space of a prompt and replaces HTML entities",
+    ),
+)
+"""A pipeline with a `setting` precedes that of models of the same class without it."""
+
+EDITS = (
+    replace(
+        FLUX,
+        class_name="FluxKontextPipeline",
+        references="takes references at their own size",
+        arguments=("max_area={area}", "_auto_resize=False"),
+    ),
+    replace(
+        QWEN_IMAGE,
+        class_name="QwenImageEditPlusPipeline",
+        setup=(
+            "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus",
+            "pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {area}  # pixels to which it scales references",
+            *TOKEN_TYPES,
+        ),
+        references="scales references to this area with sides that are multiples of 32 pixels, without a crop",
+    ),
+    replace(
+        QWEN_IMAGE,
+        class_name="QwenImageEditPipeline",
+        references="scales references to 1,048,576 pixels, without a crop",
+        setup=TOKEN_TYPES,
+    ),
+)
+"""Pipelines of models that were trained with a picture to edit, and whose class has another pipeline without one."""
 
 
 def pipeline_class(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> Optional[Pipeline]:
     """Return the pipeline of a model; None for an autoencoder."""
-    setting, variant = VARIANTS.get(form.class_name, ("", None))
-    has_setting = getattr(model, setting, None) is not None
-    return variant if has_setting else PIPELINES.get(form.class_name)
+    fitting = (p for p in PIPELINES if p.model_class == form.class_name)
+    return next((p for p in fitting if p.setting is None or getattr(model, p.setting) is not None), None)
 
 
 def spacing_notes(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> list[str]:
@@ -308,22 +305,19 @@ def spacing_notes(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> 
 def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
     """Return the pipeline that draws the same samples from a model as our sampler."""
     pipeline = pipeline_class(form, trained.model)
-    if pipeline is not None and pipeline.class_name in EDITS and "reference" in trained.clean_parts:
-        pipeline = _edit_pipeline(pipeline, trained.text_encoder or "")
+    if pipeline is not None and pipeline.setting is None and "reference" in trained.clean_parts:
+        # The pipeline of a picture to edit is that with the `prompt` of the text encoder, or the first one.
+        options = re.split("[:,]", trained.text_encoder or "")
+        edits = [edit for edit in EDITS if edit.model_class == form.class_name]
+        prompts = [TEXT_ENCODERS[edit.class_name]["text_encoder"].removeprefix("{}:") for edit in edits]
+        selected = [edit for edit, prompt in zip(edits, prompts) if prompt in options]
+        [pipeline, *_] = [*selected, *edits, pipeline]
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]
     if pipeline is None or faults:
         none = "no complete pipeline of this class is written"
         why = none if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
         raise ConfigError(f"--format pipeline: {why}; export {form.class_name} with --format diffusers")
     return pipeline
-
-
-def _edit_pipeline(pipeline: Pipeline, line: str) -> Pipeline:
-    """Return the pipeline of models that were trained with a picture to edit, by the `prompt` of the text encoders."""
-    options = re.split("[:,]", line)
-    candidates = {TEXT_ENCODERS[edit.class_name]["text_encoder"]: edit for edit in EDITS[pipeline.class_name]}
-    selected = [edit for encoder, edit in candidates.items() if encoder.removeprefix("{}:") in options]
-    return (selected or EDITS[pipeline.class_name])[0]
 
 
 def _objective_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
@@ -360,9 +354,8 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     if edits and pipeline.references is None:
         faults.append(f"takes no picture to edit, which this model takes ({' and '.join(edits)})")
     text = next((condition for condition in model.conditions() if condition.name == "context"), None)
-    nulls = ("empty text",) if pipeline.zeros is None else ("empty text", 0.0)
+    nulls, zeros = (("empty text", 0.0), " or zeros") if ZEROS in pipeline.index else (("empty text",), "")
     if pipeline.guided_by_texts and text is not None and text.null not in nulls:
-        zeros = "" if pipeline.zeros is None else " or zeros"
         faults.append(
             f"uses the embedding of the empty text{zeros} as unconditional, but this model learned {NULLS[0]} instead; "
             f"train with model.null_text=empty{zeros}"
@@ -376,15 +369,8 @@ def model_index(
     """Return `model_index.json`; `classes` are those of text encoders and tokenizers by their folders."""
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
-    index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}
-    if pipeline.zeros is not None:
-        index[pipeline.zeros] = getattr(trained.model, "null_text", None) == "zeros"
-    if pipeline.records_distilled:
-        index["is_distilled"] = trained.sampling.get("guidance_scale") == 1
-    if pipeline.reads_first_frame:
-        # The time of a token is that of every second latent position, so patches must be 1 x 2 x 2.
-        patch = (trained.model.patch_temporal, trained.model.patch_spatial)
-        index["expand_timesteps"] = "first_frame" in trained.clean_parts and patch == (1, 2)
+    index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION}
+    index |= {name: value(trained) for name, value in pipeline.index.items()}
     if trained.class_names is not None:
         index["id2label"] = {str(i): name for i, name in enumerate(trained.class_names)}
     return {

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel, patches
 from dit.convert.diffusers_streams import EMBEDDERS, FEED_FORWARD, JOINT, DiffusersStreams
+from dit.convert.original_dit import position_table
 from dit.convert.rules import ONLY_SUPPORTED, Form, SwappedHalves
 from dit.errors import ConfigError
-from dit.layers.positions import sincos
 from dit.models.streams.families import SD3Config
-from dit.patchify import grid_positions
 
 
 class DiffusersSD3(DiffusersStreams[SD3Config]):
@@ -85,5 +84,4 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
 
     def tables(self, model: SD3Config, latent_size: LatentSize) -> Mapping[str, Tensor]:
         side, span = model.position_crop or (1, 1)
-        table = sincos(grid_positions((1, side, side)) / (side / span), model.hidden_size, "sincos_2d")
-        return {"pos_embed.pos_embed": table[None]}
+        return {"pos_embed.pos_embed": position_table(model.hidden_size, side, side / span)}

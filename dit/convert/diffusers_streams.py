@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches
 from dit.convert.rules import Form, SwappedHalves
-from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
 
 PATCH = 2  # fixed in the pipelines
@@ -56,12 +55,6 @@ class DiffusersTokens(DiffusersStreams[Model]):
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         channels, sizes = published["in_channels"], super().read_sizes(published)
-        for name in ("in_channels", "out_channels"):
-            if (published[name] or 0) % PATCH**2:
-                raise ConfigError(
-                    f"{name}={published[name]}: tokens are patches of {PATCH} x {PATCH}, so it must be a multiple of "
-                    f"{PATCH**2}"
-                )
         sizes["in_channels"] = channels // PATCH**2
         if sizes.get("out_channels") is not None:
             sizes["out_channels"] //= PATCH**2

@@ -74,11 +74,6 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
     def trained(self, model: LDMUNetConfig, published: Mapping[str, Any]) -> TrainedModel:
-        if published["out_channels"] > published["in_channels"]:
-            raise ConfigError(
-                f"out_channels={published['out_channels']} is above in_channels={published['in_channels']}; our "
-                "network has at least as many input as output channels, so such weights cannot be imported"
-            )
         if model.control_channels == model.in_channels + 1:
             raise ConfigError(
                 f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
@@ -95,7 +90,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         size = (1, published["sample_size"], published["sample_size"])
         return TrainedModel(model, objective, size, sampling)
 
-    def network(self, published: Mapping[str, Any]) -> LDMUNetConfig:
+    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         channels, depths = published["block_out_channels"], published["transformer_layers_per_block"]
         depths = [depths] * len(channels) if isinstance(depths, int) else depths
         if len(depths) != len(channels) or not all(isinstance(depth, int) for depth in depths):
@@ -118,7 +113,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         head_size = channels[-1] // heads[-1] if isinstance(heads, list) else None
         has_pooled = {name: published[name] for name in ADDED} == ADDED
         pooled = inputs - LENGTHS * LENGTH_FEATURES if has_pooled else None
-        sizes = {
+        return {
             **{ours: published[theirs] for ours, theirs in self.equal.items()},
             "control_channels": max(0, published["in_channels"] - published["out_channels"]) or None,
             "transformer_layers": [depth if has else 0 for depth, has in zip(depths, with_text)],
@@ -128,11 +123,9 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             "pooled_size": pooled,
             "null_text": "empty" if pooled is None else "zeros",
         }
-        return LDMUNetConfig(**sizes)
 
-    def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        settings, _ = super().write(model, latent_size)
-        return settings, square_side(self.class_name, latent_size, 2**model.halvings)[1]
+    def notes(self, model: LDMUNetConfig, latent_size: LatentSize) -> list[str]:
+        return square_side(self.class_name, latent_size, 2**model.halvings)[1]
 
     def write_sizes(self, model: LDMUNetConfig, latent_size: LatentSize) -> dict[str, Any]:
         layers, bottom = model.transformer_layers, model.mid_transformer_layers

@@ -203,12 +203,9 @@ def _by_layer(
     by_layer: dict[str, Adapter] = {}
     for stem, pair in pairs.items():
         layers = names[stem]
-        if len(layers) > 1 and pair.b.shape[0] != sum(shapes[layer][0] for layer in layers):
-            raise ConfigError(f"{file}: B of {stem} has {pair.b.shape[0]} rows, not those of {', '.join(layers)}")
-        rows = [shapes[layer][0] for layer in layers] if len(layers) > 1 else [len(pair.b)]
-        for layer, b in zip(layers, pair.b.split(rows), strict=True):
-            _check_sizes(f"{file}: {stem}", Adapter(pair.a, b), shapes[layer])
-            by_layer[layer] = Adapter(pair.a, b)
+        rows = [shapes[layer][0] for layer in layers]
+        _check_sizes(f"{file}: {stem}", pair, (sum(rows), *shapes[layers[0]][1:]))
+        by_layer |= {layer: Adapter(pair.a, b) for layer, b in zip(layers, pair.b.split(rows), strict=True)}
     return by_layer
 
 

@@ -81,9 +81,9 @@ def check_class_dit(model: DiTConfig, side: str) -> None:
         require(fault, {"routing.rejoin": model.routing.rejoin}, {"routing.rejoin": "unchanged"}, ONLY_SUPPORTED)
 
 
-def position_table(model: DiTConfig, side: int) -> Tensor:
-    """Return the fixed positions of a square grid of `side * side` patches, `[1, side**2, D]`, row by row."""
-    return sincos(grid_positions((1, side, side)), model.hidden_size, "sincos_2d")[None]
+def position_table(width: int, side: int, divisor: float = 1.0) -> Tensor:
+    """Return fixed positions of a square grid, `[1, side**2, width]`, row by row; indices are divided by `divisor`."""
+    return sincos(grid_positions((1, side, side)) / divisor, width, "sincos_2d")[None]
 
 
 def read_sizes(tensors: Mapping[str, Tensor], num_attention_heads: Optional[int] = None) -> TrainedModel:
@@ -134,7 +134,7 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
         "embed.weight": patches("d c ph pw -> d (ph pw c)", model),
         "layers.#.attention.linear_qkv": ByHead(heads, (model.hidden_size // heads,) * 3, fused=True),
     }
-    tables = {"pos_embed": position_table(model, height // model.patch_spatial)}
+    tables = {"pos_embed": position_table(model.hidden_size, height // model.patch_spatial)}
     return RuleBook(shapes, layer_rules(shapes, NAMES, forms), tables, stored_tables=True)
 
 

@@ -25,8 +25,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.noise_levels import PUBLISHED_BETAS, REFERENCE_STEPS
 from dit.pipeline_folder import PIPELINE_INDEX, TEXT_ENCODERS, text_encoders_of
 
-INDEX, PART = PIPELINE_INDEX, "unet"
-PARTS = ("transformer", PART)
+PARTS = ("transformer", "unet")
 """Folders of the trained network in a pipeline."""
 LOW_NOISE = "transformer_2"
 """Folder of the second network of Wan 2.2 A14B, for times below `boundary_ratio`."""
@@ -49,14 +48,14 @@ SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "s
 
 def network_folder(source: Path) -> Path:
     """Return the folder of the network in a pipeline's folder; any other folder unchanged."""
-    if not (source / INDEX).exists():
+    if not (source / PIPELINE_INDEX).exists():
         return source
     return next((source / part for part in PARTS if (source / part / CONFIG).exists()), source)
 
 
 def check_single(source: Path) -> None:
     """Refuse a pipeline with two networks, each for some of the times."""
-    index = read_json(source / INDEX) if (source / INDEX).exists() else {}
+    index = read_json(source / PIPELINE_INDEX) if (source / PIPELINE_INDEX).exists() else {}
     if index.get(LOW_NOISE) not in (None, [None, None]):
         raise ConfigError(
             f"{source} has two networks, for times above and below boundary_ratio={index.get('boundary_ratio')}; give "
@@ -67,10 +66,10 @@ def check_single(source: Path) -> None:
 def complete(trained: TrainedModel, folder: Path) -> TrainedModel:
     """Add the settings of the pipeline around a network's folder, if its parent has a `model_index.json`."""
     root, model = folder.resolve().parent, trained.model
-    if folder.resolve().name not in (*PARTS, LOW_NOISE) or not (root / INDEX).exists():
+    if folder.resolve().name not in (*PARTS, LOW_NOISE) or not (root / PIPELINE_INDEX).exists():
         return trained
-    index, vae = read_json(root / INDEX), root / "vae"
-    is_edit = index.get("_class_name") in {edit.class_name for edits in EDITS.values() for edit in edits}
+    index, vae = read_json(root / PIPELINE_INDEX), root / "vae"
+    is_edit = index.get("_class_name") in {edit.class_name for edit in EDITS}
     clean = {"reference": is_edit, "first_frame": index.get("expand_timesteps")}
     trained = replace(
         trained,
@@ -81,7 +80,7 @@ def complete(trained: TrainedModel, folder: Path) -> TrainedModel:
         trained = replace(trained, sampling={**trained.sampling, "num_steps": 4, "guidance_scale": 1.0})
     folders = TEXT_ENCODERS.get(str(index.get("_class_name")))
     if folders is None:
-        note = f"the text encoders of {index.get('_class_name')!r} in {root / INDEX} are unknown"
+        note = f"the text encoders of {index.get('_class_name')!r} in {root / PIPELINE_INDEX} are unknown"
         return replace(trained, notes=[*trained.notes, note])
     if folders and all((root / name / CONFIG).exists() for name in folders):
         trained = replace(trained, text_encoder=",".join(text_encoders_of(root)))

@@ -29,12 +29,19 @@ class Form(ABC):
         return 0
 
     @abstractmethod
-    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Merge external tensors into a parameter."""
-
-    @abstractmethod
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
-        """Invert `from_external` exactly."""
+        """Return the external tensors of a parameter."""
+
+    def positions(self, size: int) -> list[Tensor]:
+        """Return, for each external tensor, the position in the parameter of each index of the permuted axis."""
+        indices = torch.arange(size)
+        return [part.flatten() for part in self.to_external(indices[None] if self.axis else indices[:, None])]
+
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Invert `to_external` exactly."""
+        assert self.axis is not None
+        joined = torch.cat(list(tensors), self.axis)
+        return joined.index_select(self.axis, torch.cat(self.positions(joined.shape[self.axis])).argsort())
 
 
 @dataclass(frozen=True)
@@ -111,33 +118,16 @@ class ByHead(Form):
     def axis(self) -> Optional[int]:
         return self.dim
 
-    def _turn(self, by_head: list[Tensor], sizes: tuple[int, int]) -> None:
-        for i in self.turned:
-            heads = by_head[i].unflatten(self.dim + 1, (self.queries if i == 0 else 1, -1))
-            by_head[i] = _swap_pairs(heads, self.dim + 2, sizes).flatten(self.dim + 1, self.dim + 2)
-
-    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        sizes = [self.heads * share for share in self.shares]
-        parts = tensors[0].split(sizes, self.dim) if self.fused else tensors
-        by_head = [x.unflatten(self.dim, (self.heads, -1)) for x in parts]
-        self._turn(by_head, (-1, 2))
-        if self.alternate:
-            by_head[-2:] = [_swap_pairs(torch.cat(by_head[-2:], self.dim + 1), self.dim + 1, (2, -1))]
-        return torch.cat(by_head, self.dim + 1).flatten(self.dim, self.dim + 1)
-
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
         by_head = list(parameter.unflatten(self.dim, (self.heads, -1)).split(list(self.shares), self.dim + 1))
         if self.alternate:
-            by_head[-2:] = _swap_pairs(torch.cat(by_head[-2:], self.dim + 1), self.dim + 1, (-1, 2)).chunk(
-                2, self.dim + 1
-            )
-        self._turn(by_head, (2, -1))
+            pairs = torch.cat(by_head[-2:], self.dim + 1).unflatten(self.dim + 1, (-1, 2))
+            by_head[-2:] = pairs.unbind(self.dim + 2)
+        for i in self.turned:
+            halves = by_head[i].unflatten(self.dim + 1, (self.queries if i == 0 else 1, 2, -1))
+            by_head[i] = halves.transpose(self.dim + 2, self.dim + 3).flatten(self.dim + 1, self.dim + 3)
         parts = [x.flatten(self.dim, self.dim + 1) for x in by_head]
         return (torch.cat(parts, self.dim),) if self.fused else parts
-
-
-def _swap_pairs(x: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
-    return x.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 POINTWISE = Axes("d ... 1 1 -> d ...")
@@ -150,11 +140,8 @@ TURNED_HEAD = Axes("(half two) -> (two half)", {"two": 2})
 class SwappedHalves(Form):
     """The two halves along the first axis in the other order: (scale, shift) for (shift, scale)."""
 
-    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0].roll(len(tensors[0]) // 2, 0)
-
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
-        return (self.from_external([parameter]),)
+        return (parameter.roll(len(parameter) // 2, 0),)
 
 
 @dataclass(frozen=True)

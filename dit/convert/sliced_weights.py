@@ -14,6 +14,7 @@ A file is mapped while one tensor of it is read: a slice is a view of the file, 
 copied. Its pages count as memory of the process only until then.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ from einops import EinopsError
 from torch import Tensor
 
 from dit import safe_files
-from dit.convert.rules import Copies, Form, Rule, RuleBook, Shape, check_numbers, check_shapes, check_table
+from dit.boxes import Box
+from dit.convert.rules import Copies, Rule, RuleBook, Shape, check_numbers, check_shapes, check_table
 from dit.convert.state_files import CONFIG, INDEX, PICKLES, check_index, index_of, reading, shard_names, weights_file
 from dit.errors import CheckpointError, ConfigError
 
@@ -93,10 +95,15 @@ class StoredTensors:
 
 
 class SlicedWeights:
-    """The parameters of a model in the files of a diffusers folder."""
+    """The parameters of a model in the files of a diffusers folder, read like those of a checkpoint.
 
-    def __init__(self, rules: RuleBook, stored: StoredTensors) -> None:
+    Attributes:
+        notes: sentences about the folder and about parameters that it lacks.
+    """
+
+    def __init__(self, rules: RuleBook, stored: StoredTensors, notes: Sequence[str] = ()) -> None:
         self.shapes = rules.shapes
+        self.notes = [*notes, *(f"{name} starts as zeros: {why}" for name, why in rules.unmatched.items())]
         self._stored, self._unmatched = stored, rules.unmatched
         self._rules = {rule.name: rule for rule in rules.rules}
         shapes = {name: shape for name, shape in stored.shapes.items() if name not in rules.tables}
@@ -106,8 +113,9 @@ class SlicedWeights:
                 check_table(name, stored.read(name), table)
 
     @torch.no_grad()
-    def read(self, name: str, blocks: Iterable[tuple[Block, Tensor]]) -> None:
-        """Copy blocks of a parameter into memory, on any device and in any precision; reads nothing else."""
+    def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
+        """Copy boxes of a parameter into memory, on any device and in any precision; reads nothing else."""
+        blocks = [(box.slices_in(Box.of(shape)), target) for box, target in views]
         if name in self._unmatched:
             for _, target in blocks:
                 target.zero_()
@@ -122,7 +130,7 @@ class SlicedWeights:
                     for block, target in blocks:
                         target.copy_(parameter[block])
                     return
-                positions = positions_of(rule.form, self.shapes[name])
+                positions = rule.form.positions(shape[rule.form.axis])
                 # Copies of one tensor are compared, so they are read together.
                 together = [[source] for source in sources]
                 if isinstance(rule.form, Copies):
@@ -134,9 +142,14 @@ class SlicedWeights:
         except (ConfigError, EinopsError) as error:
             raise CheckpointError(f"{name} cannot be read from {self._stored.folder}: {error}") from error
 
+    def __str__(self) -> str:
+        count, files = sum(math.prod(self.shapes[name]) for name in self._rules), self._stored.files
+        kinds = ", ".join(sorted(self._stored.dtypes)).lower()
+        return f"{count:,} parameters of {self._stored.folder} ({len(files)} safetensors of {kinds})"
+
 
 def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
-    """Copy the part of a block that an external tensor (the first of equal `copies`) has, by `positions_of` it."""
+    """Copy the part of a block that an external tensor (the first of equal `copies`) has, by its `positions`."""
     axis = rule.form.axis
     assert axis is not None
     wanted = block[axis]
@@ -152,13 +165,6 @@ def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], posit
     values = tensors[0] if len(tensors) == 1 else rule.form.from_external(tensors)
     values = values.flatten(target.dim() - 1)  # without the axes of a 1 x 1 convolution
     target.index_copy_(axis, (positions[indices] - wanted.start).to(target.device), values.to(target))
-
-
-def positions_of(form: Form, shape: Shape) -> list[Tensor]:
-    """Return, for each external tensor, the position in the parameter of each index of the permuted axis."""
-    assert form.axis is not None
-    sizes = [size if axis == form.axis else 1 for axis, size in enumerate(shape)]
-    return [part.flatten() for part in form.to_external(torch.arange(shape[form.axis]).view(sizes))]
 
 
 def _pieces(block: Block, target: Tensor) -> Iterator[tuple[Block, Tensor]]:

@@ -190,36 +190,18 @@ def write_diffusers(
         texts: further text files, by their paths in `out`.
         others: writes further parts of a pipeline, and returns the texts that depend on them.
     """
+    from huggingface_hub import save_torch_state_dict
+
     with written_atomically(out) as part:
         part.mkdir(parents=True, exist_ok=True)
         for name, text in {**texts, **others(part), f"{subfolder}/{CONFIG}": to_json(settings)}.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         folder = part / subfolder
-        shards = _shards(tensors)
-        weight_map: dict[str, str] = {}
-        for i, shard in enumerate(shards, 1):
-            name = f"{STEM}-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{STEM}.safetensors"
-            save_file(shard, folder / name, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(shard, name)
-        if len(shards) > 1:
-            total = sum(x.nbytes for x in tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / INDEX).write_text(to_json(index), encoding="utf-8")
+        pattern = f"{STEM}{{suffix}}.safetensors"
+        save_torch_state_dict(dict(tensors), folder, filename_pattern=pattern, max_shard_size=MAX_SHARD_BYTES)
 
 
 def to_json(value: Mapping[str, Any]) -> str:
     """Return the text of a JSON file."""
     return json.dumps(value, indent=2) + "\n"
-
-
-def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards

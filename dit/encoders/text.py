@@ -159,15 +159,11 @@ class TextEncoder:
     def _padded(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Return token ids with padding on the side of the tokenizer, and a mask unless the encoder attends to it."""
         length = self.geometry.max_tokens + self._dropped.stop - self._dropped.start
-        shape = len(ids), min(len(ids[0]) + 1, length) if self.config.padded_once else length
-        ids_BK, mask_BK = torch.full(shape, self._tokenizer.pad_token_id), torch.zeros(shape, dtype=torch.int64)
-        for row, numbers in enumerate(ids):
-            start = shape[1] - len(numbers) if self._tokenizer.padding_side == "left" else 0
-            ids_BK[row, start : start + len(numbers)] = torch.tensor(numbers)
-            mask_BK[row, start : start + len(numbers)] = 1
+        length = min(len(ids[0]) + 1, length) if self.config.padded_once else length
         is_masked = self.config.padded_once or self.geometry.kind in (*LANGUAGE_MODELS, "sentence")
-        masks = {"attention_mask": mask_BK.to(self.device)} if is_masked else {}
-        return {"input_ids": ids_BK.to(self.device), **masks}
+        options = {"return_attention_mask": is_masked, "return_tensors": "pt", "verbose": False}
+        rows = {"input_ids": list(map(list, ids))}
+        return dict(self._tokenizer.pad(rows, padding="max_length", max_length=length, **options).to(self.device))
 
     def save(self, root: Path, part: str, *, cut: bool) -> dict[str, str]:
         """Write network, tokenizer and processor of pictures as parts of a pipeline; return their classes by folder.

@@ -166,11 +166,13 @@ class TextEncoderConfig:
 
     def __str__(self) -> str:
         makes = "" if self.makes == ("text",) else "+".join(self.makes) + "="
-        prompt = "" if self.prompt == "plain" else f":prompt={self.prompt}"
-        layer = f":layer={self.layer_names}" if self.layers else ""
-        max_tokens = "" if self.max_tokens is None else f":max_tokens={self.max_tokens}"
-        flags = "".join(f":{flag}" for flag in FLAGS if getattr(self, flag))
-        return f"{makes}{self.name}{prompt}{layer}{max_tokens}{flags}"
+        prompt = None if self.prompt == "plain" else self.prompt
+        values = {"prompt": prompt, "layer": self.layer_names, "max_tokens": self.max_tokens}
+        options = [
+            *(f"{key}={value}" for key, value in values.items() if value),
+            *(flag for flag in FLAGS if getattr(self, flag)),
+        ]
+        return ":".join([makes + self.name, *options])
 
     @property
     def layer_names(self) -> str:
@@ -296,25 +298,20 @@ def read_geometry(name: str) -> TextGeometry:
     kind, network = config.model_type, config.get_text_config()
     if kind in T5GEMMA:
         kind, network = "t5gemma", encoder_config(config)
-    if kind in OF_ANY_LENGTH:
-        width, layers = network.hidden_size, network.num_hidden_layers
-        return TextGeometry(kind=kind, width=width, pooled=None, max_tokens=MAX_TOKENS, num_layers=layers)
+    pooled = None
     if kind in ("clip", "clip_text_model"):
         projected = "CLIPTextModelWithProjection" in (config.architectures or ())
-        return TextGeometry(
-            kind="clip_projected" if projected else "clip",
-            width=network.hidden_size,
-            pooled=network.projection_dim if projected else network.hidden_size,
-            max_tokens=network.max_position_embeddings,
-            num_layers=network.num_hidden_layers,
+        kind, pooled = ("clip_projected", network.projection_dim) if projected else ("clip", network.hidden_size)
+    elif kind == "bert":
+        kind, pooled = "sentence", network.hidden_size
+    elif kind not in OF_ANY_LENGTH:
+        raise ConfigError(
+            f"text encoder {name!r} is a {kind}; supported kinds are clip, clip_text_model, bert, "
+            f"{', '.join(OF_ANY_LENGTH)}"
         )
-    if kind == "bert":
-        size = config.hidden_size
-        return TextGeometry(kind="sentence", width=size, pooled=size, max_tokens=config.max_position_embeddings)
-    raise ConfigError(
-        f"text encoder {name!r} is a {kind}; supported kinds are clip, clip_text_model, bert, "
-        f"{', '.join(OF_ANY_LENGTH)}"
-    )
+    length = MAX_TOKENS if pooled is None else network.max_position_embeddings
+    layers = 0 if kind == "sentence" else network.num_hidden_layers
+    return TextGeometry(kind=kind, width=network.hidden_size, pooled=pooled, max_tokens=length, num_layers=layers)
 
 
 def _check_installed(name: str, *packages: str) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from dit.conditions import Condition
 from dit.data_api import OnlineEncoding
@@ -35,7 +34,7 @@ def _autoencoder(name: str, precision: vae.Precision) -> int:
         return 0
     with torch.device("meta"):
         model = vae.class_of(kind, name).from_config(vae.config_of(name))
-    return _bytes(model, precision)
+    return int(model.to(vae.DTYPES[precision]).get_memory_footprint())
 
 
 def _text_encoder(name: str, precision: vae.Precision) -> int:
@@ -47,10 +46,4 @@ def _text_encoder(name: str, precision: vae.Precision) -> int:
     with torch.device("meta"):
         own = config if isinstance(config, build.config_class) else config.get_text_config()
         model = build(**{"config": own, **text.options_of(kind, config)})
-    return _bytes(model, precision)
-
-
-def _bytes(model: nn.Module, precision: vae.Precision) -> int:
-    """Return the bytes of parameters (shared ones count once) and buffers; floating-point ones in a precision."""
-    tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
-    return sum(x.numel() * (vae.DTYPES[precision] if x.is_floating_point() else x.dtype).itemsize for x in tensors)
+    return int(model.to(vae.DTYPES[precision]).get_memory_footprint())

@@ -317,7 +317,7 @@ def test_settings_of_sampling_that_a_pipeline_lacks_are_noted() -> None:
     ):
         settings = {**sampling, "guidance_scale": scale, "thresholding": thresholding}
         trained = TrainedModel(CASES["dit"].model, STEPS_1000, (1, 8, 8), settings)
-        assert sampling_notes(PIPELINES["DiTTransformer2DModel"], trained) == said
+        assert sampling_notes(PIPELINES[0], trained) == said
 
 
 def test_a_distilled_klein_is_imported_and_exported_as_one(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ MAY_IMPORT = {
     "dit.evaluation": {"dit.errors", "dit.batch", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
         "dit.errors",
+        "dit.boxes",
         "dit.config_record",
         "dit.ranges",
         "dit.condition_table",

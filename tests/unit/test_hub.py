@@ -1,7 +1,6 @@
 """Repositories of the Hugging Face hub: its cache, and machines without network."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +76,3 @@ def test_a_name_of_the_hub_without_network_or_package_is_one_line(
         local_path("hf://owner/name")
     with pytest.raises(ConfigError, match="write hf://owner/name"):
         local_path("hf://name")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match="hf://owner/name needs the package huggingface_hub"):
-        local_path("hf://owner/name")

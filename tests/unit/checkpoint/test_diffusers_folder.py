@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from dit.boxes import Box, boxes_of_range
 from dit.checkpoint.added_inputs import with_added_inputs
 from dit.checkpoint.base_model import MAY_DIFFER, find_start, start_line
-from dit.checkpoint.diffusers_folder import FolderWeights, local_path, read_network
+from dit.checkpoint.diffusers_folder import local_path, read_network
 from dit.checkpoint.full_weights import read_all
 from dit.checkpoint.state_files import read_full
 from dit.convert import sliced_weights
@@ -71,7 +71,7 @@ def test_every_box_equals_that_of_the_full_conversion(
     network = read_network(folders / name)
     assert len(list((folders / name).glob("*.safetensors"))) > 1
     full = network.rules(network.trained.model).from_external(tensors)
-    weights, generator = FolderWeights(network, network.trained.model), random.Random(0)
+    weights, generator = network.weights(network.trained.model), random.Random(0)
     assert weights.shapes == {key: tuple(x.shape) for key, x in full.items()}
     for key, expected in full.items():
         monkeypatch.setattr(sliced_weights, "PIECE_ELEMENTS", generator.choice((4 << 20, 300)))
@@ -169,7 +169,8 @@ def test_a_box_reads_only_its_slices(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / f"{STEM}.safetensors")
         rules = RuleBook({"weight": (16, 3)}, [Rule("weight", tuple(tensors), form)])
         target = torch.zeros(4, 3)[: rows.stop - rows.start]
-        sliced_weights.SlicedWeights(rules, StoredTensors(tmp_path)).read("weight", [((rows, slice(0, 3)), target)])
+        box = Box((rows.start, 0), tuple(target.shape))
+        sliced_weights.SlicedWeights(rules, StoredTensors(tmp_path)).read("weight", (16, 3), [(box, target)])
         assert torch.equal(target, full[rows]), form
 
 
@@ -320,7 +321,8 @@ def test_the_only_variant_is_read(
     save_file(expected, folder / "diffusion_pytorch_model.fp16.safetensors", metadata={"format": "pt"})
     assert torch.equal(StoredTensors(folder).read(HEADS), expected[HEADS])
     network = read_network(folder)
-    assert network.weights(network.trained.model).num_parameters == sum(x.numel() for x in expected.values())
+    count = sum(x.numel() for x in expected.values())
+    assert str(network.weights(network.trained.model)).startswith(f"{count:,} parameters of {folder}")
     downloads: list[list[str]] = []
 
     def download(*_: object, allow_patterns: list[str], **__: object) -> str:
@@ -350,7 +352,8 @@ def test_the_only_variant_is_read_in_shards(folders: Path, tmp_path: Path) -> No
     (folder / INDEX.replace("json", "fp16.json")).write_text(index)
     assert torch.equal(StoredTensors(folder).read(HEADS), expected[HEADS])
     network = read_network(folder)
-    assert network.weights(network.trained.model).num_parameters == sum(x.numel() for x in expected.values())
+    count = sum(x.numel() for x in expected.values())
+    assert str(network.weights(network.trained.model)).startswith(f"{count:,} parameters of {folder}")
     (folder / INDEX.replace("json", "bf16.json")).write_text(index)
     with pytest.raises(ConfigError, match=r"only variants .*rename one"):
         StoredTensors(folder)
@@ -362,7 +365,7 @@ def test_embedders_of_blocks_that_differ_are_refused(folders: Path, tmp_path: Pa
     rewrite(shard_of(folder, name), lambda tensors: tensors[name].add_(1))
     network = read_network(folder)
     with pytest.raises(CheckpointError, match="copies of one tensor differ"):
-        read_full(FolderWeights(network, network.trained.model), "conditioner.time.linear_1.bias")
+        read_full(network.weights(network.trained.model), "conditioner.time.linear_1.bias")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import urllib.error
 from functools import partial
 from pathlib import Path
 
@@ -193,10 +192,7 @@ def test_code_of_a_data_set_is_not_executed(tmp_path, capsys):
     ("name", "says"), [("someone/no-such-data", "cannot be reached"), ("data/no/such", "not a folder, a file")]
 )
 def test_a_name_on_the_hub_without_a_network_is_one_line(tmp_path, capsys, monkeypatch, name, says):
-    def unreachable(*args, **kwargs):
-        raise urllib.error.URLError("no route")
-
-    monkeypatch.setattr("dit.hub.urlopen", unreachable)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert prepare(name, tmp_path / "out") == EXIT_CONFIG
     assert says in (said := capsys.readouterr().err)
     assert name in said

@@ -171,7 +171,7 @@ def test_a_pipeline_is_distinguished_from_its_transformer(tmp_path, capsys):
     (tmp_path / "pipe").mkdir()
     folder_of(tmp_path / "pipe" / "transformer", {}, {"x": torch.zeros(1)})
     assert "name its part" in refuse(capsys, tmp_path / "run", tmp_path / "pipe", kind="diffusers")
-    assert "does not exist" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere", kind="diffusers")
+    assert "nowhere/config.json cannot" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere", kind="diffusers")
 
 
 MODEL = {"hidden_size": 48, "num_layers": 1, "num_attention_heads": 4, "num_classes": 3}
@@ -406,13 +406,13 @@ def test_no_file_is_overwritten(tmp_path):
     assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.zeros(2))
 
 
-@pytest.mark.parametrize(("make", "code", "message"), [(False, 5, "is no folder"), (True, 5, "neither a run folder")])
-def test_exporting_a_folder_without_a_run_is_a_checkpoint_error(tmp_path, capsys, make, code, message):
+@pytest.mark.parametrize("make", [False, True])
+def test_exporting_a_folder_without_a_run_is_a_checkpoint_error(tmp_path, capsys, make):
     if make:
         (tmp_path / "run").mkdir()
     arguments = ["--checkpoint", str(tmp_path / "run"), "--format", "dit", "--out", str(tmp_path / "x.pt")]
-    assert export.main(arguments) == code
-    assert message in capsys.readouterr().err
+    assert export.main(arguments) == 5
+    assert "neither a run folder" in capsys.readouterr().err
 
 
 def adapter_run(tmp_path: Path) -> tuple[Path, Path]:
