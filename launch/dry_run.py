@@ -115,7 +115,7 @@ def online_weights(config: "RunConfig") -> tuple[dict[str, int], list[str]]:
 
 def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
     """Describe the time of a step on nodes of 8 devices."""
-    from dit.planner.schedule import planned_step
+    from dit.planner.plan import planned_step
     from dit.planner.time import Cluster
 
     overlaps = config.training.linears == "overlapped"

@@ -299,8 +299,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     """
     from dit.planner.job import Job
     from dit.planner.layouts import allowed, candidates, shapes
-    from dit.planner.plan import plan
-    from dit.planner.schedule import planned_step
+    from dit.planner.plan import plan, planned_step
     from dit.planner.search import judged, price_layouts, with_traced_memory
     from dit.planner.trace import TracerPool
 

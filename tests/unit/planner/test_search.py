@@ -15,8 +15,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.devices import H100, MEMORY_SHARE
 from dit.planner.job import Job
 from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, shapes
-from dit.planner.plan import plan
-from dit.planner.schedule import planned_step
+from dit.planner.plan import plan, planned_step
 from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged, price_layouts
 from dit.planner.time import MICRO_BATCH, ONCE, Cluster, Kind, step_time
 from dit.planner.trace import TracerPool
