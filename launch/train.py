@@ -139,8 +139,6 @@ def _check(options: cli.Options) -> None:
         )
     if options.factory:
         cli.check_factory(options.factory)
-        if "." not in options.factory.partition("(")[0]:  # a user's recipe may have other parts
-            cli.check_keys(options.overrides)
     if options.starts_training and not options.yes and not environment.can_ask():
         raise ConfigError("cannot ask for confirmation (no terminal, or several ranks); add --yes to start training")
 
