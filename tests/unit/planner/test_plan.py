@@ -18,7 +18,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner import trace_cache
 from dit.planner.job import Job, steady_state
 from dit.planner.plan import plan
-from dit.planner.trace import Tracer, TracerPool, fused_rms_norm, trace, trace_here
+from dit.planner.trace import Tracer, fused_rms_norm, trace, trace_here
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace
@@ -210,7 +210,7 @@ def test_one_process_traces_layouts_one_after_another_without_warnings(capfd: py
     with Tracer() as tracer:
         tracer([sharded])
         (second,) = tracer([split])
-        process = tracer._process
+        (process,) = tracer._pool._processes.values()
         assert process.is_alive()
     assert process.exitcode == 0
     (expected,) = trace([split])
@@ -241,8 +241,8 @@ def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_dis
         return trace([job(seed, 1)]) + trace([job(seed, 2), job(seed, 3)])
 
     def run(seeds):
-        with TracerPool(2) as tracers:
-            return tracers.run(request, seeds)
+        with Tracer(2) as tracer:
+            return tracer.for_each(request, seeds)
 
     results = run([1, 2, 3])
     assert list(results) == [1, 2, 3]
@@ -359,7 +359,8 @@ def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_ro
 
 def test_an_error_of_one_call_of_a_pool_ends_the_others(monkeypatch):
     failed, traced = threading.Event(), []
-    monkeypatch.setattr("dit.planner.trace.read_traces", lambda jobs: traced.append(jobs) or (failed.wait(1) and []))
+    monkeypatch.setattr("dit.planner.trace.read_traces", lambda jobs: traced.append(jobs) if failed.wait(1) else None)
+    monkeypatch.setattr("dit.planner.trace.write_traces", lambda *_: None)
 
     def call(key, trace):
         if key == 1:
@@ -369,6 +370,6 @@ def test_an_error_of_one_call_of_a_pool_ends_the_others(monkeypatch):
             trace([])
             time.sleep(0.01)
 
-    with TracerPool(2) as tracers, pytest.raises(ConfigError, match="of the second call"):
-        tracers.run(call, [0, 1])
+    with Tracer(2) as tracer, pytest.raises(ConfigError, match="of the second call"):
+        tracer.for_each(call, [0, 1])
     assert len(traced) < 500
