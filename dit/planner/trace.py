@@ -24,13 +24,11 @@ import functools
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
@@ -47,12 +45,11 @@ from dit.philox import Words
 from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
-from dit.tracing.packs import PackShape
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
 
 if TYPE_CHECKING:
-    from dit.planner.program import Program
+    pass
 
 FEW_NUMBERS = 1 << 12
 """Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
@@ -157,22 +154,16 @@ def trace_here(job: Job) -> StepTrace:
 
 
 class TracedRank:
-    """Traces jobs as one rank of a layout after another.
-
-    It keeps the models of the last layout: a job that differs from an earlier one only in its pack needs one
-    micro-batch, see `Program.run_with`.
-    """
+    """Traces jobs as one rank of a layout after another."""
 
     def __init__(self) -> None:
         self._rank: Any = None
         self._groups: Any = None
         self._stack = contextlib.ExitStack()
-        self._programs: dict[bytes, Program] = {}
 
     def close(self) -> None:
-        """Release the process groups and the models."""
+        """Release the process groups."""
         self._rank = None
-        self._programs.clear()
         self._stack.close()
         gc.collect()
         gc.freeze()  # a trace collects garbage, which must not scan modules and cached results
@@ -189,11 +180,7 @@ class TracedRank:
             self._stack.enter_context(fake_world(job.rank, job.world_size))
             self._groups = process_groups.initialize(job.parallel)
             self._stack.callback(process_groups.release)
-        key = pickle.dumps(replace(job, pack=PackShape(()), micro_batches=0, fills_caches=False))
-        program = None if job.in_full or job.packs or self._groups.pp.size() > 1 else self._programs.get(key)
-        is_new = program is None
-        if program is None:
-            program = self._programs[key] = Program(job, self._groups, StepCounter(self._groups))
+        program = Program(job, self._groups, StepCounter(self._groups))
         norms = fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
         counter, fakes = program.counter, _fake_tensors()
         with (
@@ -206,7 +193,7 @@ class TracedRank:
             fakes,
         ):
             with counter:
-                step = program.run() if is_new else program.run_with(job)
+                step = program.run()
             update = program.state.update
             if job.micro_batches and update.muon is not None:
                 muon.average(step, update.muon, update.shards, self._groups)

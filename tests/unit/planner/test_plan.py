@@ -18,7 +18,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner import trace_cache
 from dit.planner.job import Job, steady_state
 from dit.planner.plan import plan
-from dit.planner.trace import Tracer, fused_rms_norm, trace, trace_here
+from dit.planner.trace import Tracer, fused_rms_norm, trace
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace
@@ -141,46 +141,6 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp(one_tracer):
     (full,) = one_tracer([Job(*parts, pack, world_size=ranks, micro_batches=dims.micro_batches, in_full=True)])
     assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
-
-
-@pytest.mark.parametrize(
-    ("name", "data_parallel"),
-    [
-        *((name, "distributed_optimizer") for name in ("dit", "unet")),
-        ("dit", "fsdp"),
-        *(pytest.param(name, "distributed_optimizer", marks=pytest.mark.long) for name in ("dit_cross", "experts")),
-        pytest.param("flux", "distributed_optimizer", marks=pytest.mark.long),
-        pytest.param("flux", "fsdp", marks=pytest.mark.slow),
-        pytest.param("experts", "fsdp", marks=pytest.mark.slow),
-    ],
-)
-def test_one_micro_batch_of_another_pack_equals_a_complete_trace(one_tracer, name, data_parallel):
-    """A trace with one pack gives the work once per step; another pack needs one micro-batch of the same model.
-
-    In a complete step, the pack of the previous micro-batch is still in memory.
-    """
-    settings = FlowMatching(), OptimizerConfig(), ParallelConfig(data_parallel=data_parallel), TrainingConfig()
-    packs = [replace(pack, text_lengths=()) if name == "unet" else pack for pack in (PACK, LONGER)]
-    first, job = (Job(BACKBONES[name], *settings, pack, world_size=2, micro_batches=3) for pack in packs)
-    *_, step = one_tracer([first, replace(job, micro_batches=0), job])
-    (complete,) = one_tracer.run(from_scratch, [job])
-    nbytes = 40 * LONGER.layout().total_tokens
-    assert step.peak_bytes == pytest.approx(complete.peak_bytes, rel=2e-3, abs=nbytes)
-    assert step.dq_bytes == pytest.approx(complete.dq_bytes, abs=nbytes)
-    for part in complete.parts:
-        assert counts(step.parts[part]) == counts(complete.parts[part])
-    assert counts(step) == counts(complete)
-
-
-def from_scratch(job):
-    """Trace a job with a new model."""
-    return trace_here(job)
-
-
-def counts(step):
-    """Return the counts of a step that are not zero, without bytes of memory."""
-    products = {product: count for product, count in step.products.items() if count}
-    return replace(step, peak_bytes={}, dq_bytes=0, parts={}, products=products)
 
 
 def test_an_earlier_trace_does_not_change_the_result():
