@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dit.backends import process_groups
 from dit.monitoring import run_lock
 from dit.planner.devices import DEVICES
 from launch import cli, environment, train
@@ -144,7 +145,6 @@ def test_a_user_may_decline_at_the_prompt(monkeypatch, capsys):
 
 
 def test_a_model_without_a_diffusers_class_is_named_before_the_first_step(monkeypatch, capsys):
-    monkeypatch.setattr(train, "_check_run", lambda task: None)  # the test has no data
     monkeypatch.setattr("nemo_run.run", lambda task, direct: print("first step"))
     assert train.main(["--factory", "own_data(backbone='dit')", "--yes"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -159,6 +159,7 @@ def test_a_single_rank_in_the_folder_of_another_run_writes_its_code_for_train_sh
     monkeypatch.setattr(run_lock, "WAIT_S", 0)
     with run_lock.RunLock(tmp_path / "run"):
         code = train.main(["--yes", "--factory", "tiny_dit", f"training.run_dir={tmp_path / 'run'}"])
+    process_groups.destroy()
     assert (code, (tmp_path / "code").read_text()) == (2, "2")
     assert "is in use by process" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
