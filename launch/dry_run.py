@@ -169,5 +169,5 @@ def report(
     layout.append(sample_line(config.model, config.objective.conditions))
     if config.checkpoint.start_from is not None:
         layout += [f"start       {start_line(config)}", *(f"{'':<12}{line}" for line in start_remarks(config))]
-    layout.append(f"export      {export_line(config.model)[1]}")
+    layout.append(f"export      {export_line(config.model)}")
     return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, planned_device)])

@@ -116,7 +116,6 @@ def _execute(options: cli.Options) -> int:
 
     if shows:
         echo(config_file.summary(task), flush=True)
-        _note_export(task)
     if not options.yes and input(f"Start {options.source}? [y/N] ").strip().lower() not in ("y", "yes"):
         return EXIT_OK
     _configure_logging(options.verbose)
@@ -139,17 +138,6 @@ def _check(options: cli.Options) -> None:
         cli.check_factory(options.factory)
     if options.starts_training and not options.yes and not environment.can_ask():
         raise ConfigError("cannot ask for confirmation (no terminal, or several ranks); add --yes to start training")
-
-
-def _note_export(task: "run.Partial") -> None:
-    """Print before training that a model cannot be exported to diffusers."""
-    import fiddle
-
-    from dit.convert.diffusers_format import export_line
-
-    is_exportable, line = export_line(fiddle.build(task.model))
-    if not is_exportable:
-        echo(line, flush=True)
 
 
 def resolve(options: cli.Options) -> "run.Partial":

@@ -144,14 +144,6 @@ def test_a_user_may_decline_at_the_prompt(monkeypatch, capsys):
         assert ("trained" in capsys.readouterr().out) == trained
 
 
-def test_a_model_without_a_diffusers_class_is_named_before_the_first_step(monkeypatch, capsys):
-    monkeypatch.setattr("nemo_run.run", lambda task, direct: print("first step"))
-    assert train.main(["--factory", "own_data(backbone='dit')", "--yes"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "first step"
-    assert lines[-2].startswith("no export to diffusers: ")
-
-
 def test_a_single_rank_in_the_folder_of_another_run_writes_its_code_for_train_sh(tmp_path, monkeypatch, capsys):
     """launch/train.sh would requeue an attempt without a code."""
     (tmp_path / "code").touch()
