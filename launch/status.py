@@ -239,18 +239,11 @@ def _loss(status: RunStatus) -> str:
     finite = [step for step in steps if math.isfinite(values[step])]
     num_bad = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
     note = f"; not finite in {num_bad} of the last {len(steps[-RECENT:])} lines" if num_bad else ""
-    text = f"{values[steps[-1]]:.4f}"
-    if not finite:
-        return text + note
-    span = max(1, min(RECENT, len(finite) // 2))
-    now = mean([values[step] for step in finite[-span:]])
-    text += f", mean of the last {span} {'finite ' if num_bad else ''}lines {now:.4f}"
-    if len(finite) < 2:
-        return text + note
-    before = mean([values[step] for step in finite[-2 * span : -span]])
-    change = (now - before) / abs(before) if before else 0.0
-    trend = "level" if abs(change) < 0.01 else "falling" if change < 0 else "rising"
-    return f"{text}, before them {before:.4f}: {trend}" + (f" {abs(change):.0%}" if trend != "level" else "") + note
+    text, span = f"{values[steps[-1]]:.4f}", max(1, min(RECENT, len(finite) // 2))
+    for name, part in (("mean of the last {} lines", finite[-span:]), ("of the {} before", finite[-2 * span : -span])):
+        if part:
+            text += f", {name.format(len(part))} {mean([values[step] for step in part]):.4f}"
+    return text + note
 
 
 def _held_out(status: RunStatus) -> str:

@@ -63,7 +63,7 @@ def test_the_status_of_a_killed_run_has_its_lines(half_done: Path) -> None:
     assert said["step"] == "20 of 40 (50%), 1,280 samples, attempt 1"
     assert said["rate"] == "2 s per step, 32.0 samples/s, MFU 41.0%"
     assert said["memory"] == "peak of the fullest rank: 45.0 GiB allocated, 50.5 GiB reserved"
-    assert said["loss"] == "1.0000, mean of the last 10 lines 1.0000, before them 2.0000: falling 50%"
+    assert said["loss"] == "1.0000, mean of the last 10 lines 1.0000, of the 10 before 2.0000"
     assert said["held-out"] == "0.7500 at step 20, best 0.5000 at step 10"
     assert said["grad"].endswith("the median 1.05, the largest 2; most of it in layers.mlp (1.5)")
     assert said["data"] == "waits 25.0% of the time, the loaders make 90 samples/s, 3 samples dropped"
@@ -239,7 +239,7 @@ def test_values_of_other_types_are_ignored(tmp_path: Path) -> None:
     many = {**record("incident", 3, incident="rewind"), "details": [1]}
     folder = run_folder(tmp_path / "run", scalars(1), scalars(2, loss={}), many, scalars(4, samples_per_s="fast"))
     assert told(folder)["step"] == "4 of 40 (10%), 256 samples, attempt 1"
-    assert told(folder)["loss"] == "1.0000, mean of the last 1 lines 1.0000, before them 1.0000: level"
+    assert told(folder)["loss"] == "1.0000, mean of the last 1 lines 1.0000, of the 1 before 1.0000"
     assert main([str(folder), str(folder)]) == 0
 
 
@@ -247,9 +247,7 @@ def test_nonfinite_numbers_are_shown_and_excluded_from_trends(tmp_path: Path) ->
     good = [scalars(step, loss=2.0 if step <= 5 else 1.0) for step in range(1, 11)]
     bad = [scalars(11, loss="NaN", grad_norm="NaN"), scalars(12, loss="Infinity", grad_norm="Infinity")]
     said = told(run_folder(tmp_path / "run", *good, *bad))
-    last = (
-        "mean of the last 5 finite lines 1.0000, before them 2.0000: falling 50%; not finite in 2 of the last 12 lines"
-    )
+    last = "mean of the last 5 lines 1.0000, of the 5 before 2.0000; not finite in 2 of the last 12 lines"
     assert said["loss"] == f"inf, {last}"
     assert said["grad"].startswith("inf, of the last 12 lines the median 0.55, the largest 1, 2 not finite;")
     nothing = told(run_folder(tmp_path / "nothing", scalars(1, loss="NaN", grad_norm="NaN")))
