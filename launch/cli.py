@@ -34,7 +34,6 @@ first steps
 
 change any setting
   training.num_steps=500 optimizer.lr=3e-4                       dotted path = value
-  optimizer.lr*=2                                                also +=  -=  /=
   objective=edm objective.p_mean=-0.4                            swap a part by name, then set its fields
   "objective=ddpm(prediction='v')"                               the same in one argument (quote it for the shell)
   parallel.tensor_model_parallel_size=2                          split over ranks; see parallel.* with --print-config
