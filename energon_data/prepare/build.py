@@ -22,13 +22,13 @@ from datetime import timedelta
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
-from energon_data.colours import OTHER_COLOURS
+from energon_data.colours import OTHER_COLOURS, Colours
 from energon_data.latent_scale import Moments
 from energon_data.prepare.shards import (
     ShardWriter,
@@ -50,6 +50,21 @@ LONGEST_PLAN = 64 << 30  # bytes; it has about 100 for each file
 CAPTIONS = 16  # captions that a data set lists as examples
 
 
+class Changes(NamedTuple):
+    """Changes to the pixels of a sample.
+
+    Attributes:
+        turned: the orientation, or the pixel aspect ratio, in the file was applied.
+        animated: it is the first frame of an animated picture.
+    """
+
+    turned: bool = False
+    cut: float = 0.0
+    enlarged: bool = False
+    colours: Colours = "sRGB"
+    animated: bool = False
+
+
 @dataclass(frozen=True)
 class Sample:
     """A sample to be written to a shard.
@@ -57,7 +72,6 @@ class Sample:
     Attributes:
         origin: name of its file; all samples of a file belong to one split.
         parts: bytes by part name.
-        properties: of its pixels, which are counted: `enlarged`, `animated`, and its `Colours`.
         repeats: number of reads in one pass over the training data; equal for all samples of a unit.
         reference_shapes: (C, T, H, W) of the pictures that it is edited from.
     """
@@ -67,7 +81,7 @@ class Sample:
     metadata: dict[str, Any]
     parts: dict[str, bytes]
     shape: tuple[int, ...]
-    properties: Sequence[str] = ()
+    changes: Changes = field(default_factory=Changes)
     latent: Moments = field(default_factory=Moments)
     repeats: int = 1
     reference_shapes: tuple[tuple[int, ...], ...] = ()
@@ -86,37 +100,38 @@ class UnitRecord:
     Attributes:
         shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
         counts: numbers by name: `files` that were read without an error; `partly_used`, videos of which
-            some clips are not used; samples with each property, and with labels, references or without captions.
+            some clips are not used; samples with each property of `properties_of`.
+        first_files: the first file with each property, by name.
         captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.
         most_references: number of pictures that a sample is edited from, of the sample with most.
+        largest_cut: share of a picture, and the name of its file.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    first_files: dict[str, str] = field(default_factory=dict)
     skips: list[Skipped] = field(default_factory=list)
     shapes: Counter[str] = field(default_factory=Counter)
     reference_shapes: Counter[str] = field(default_factory=Counter)
     captions: list[str] = field(default_factory=list)
     num_classes: int = 0
     most_references: int = 0
+    largest_cut: tuple[float, str] = (0.0, "")
     latents: Moments = field(default_factory=Moments)
 
     def count(self, sample: Sample) -> None:
-        caption = sample.metadata.get("caption")
-        has = {
-            **dict.fromkeys(sample.properties, True),
-            "labelled": "label" in sample.metadata,
-            "edited": bool(sample.reference_shapes),
-            "without_caption": not isinstance(caption, str),
-        }
+        properties, caption = properties_of(sample), sample.metadata.get("caption")
+        name = sample.metadata.get("source", sample.key)
         one = UnitRecord(
-            counts=Counter(name for name, value in has.items() if value),
+            counts=Counter(properties),
+            first_files=dict.fromkeys(properties, name),
             shapes=Counter([_text_of(sample.shape)]),
             reference_shapes=Counter(map(_text_of, sample.reference_shapes)),
             captions=[caption] if isinstance(caption, str) else [],
             num_classes=sample.metadata.get("label", -1) + 1,
             most_references=len(sample.reference_shapes),
+            largest_cut=(sample.changes.cut, name),
             latents=sample.latent,
         )
         self.add(one)
@@ -143,12 +158,31 @@ class UnitRecord:
         self.shards |= other.shards
         for counter in ("counts", "shapes", "reference_shapes"):
             getattr(self, counter).update(getattr(other, counter))
+        first = self.first_files
+        first |= {name: min(file, first.get(name, file)) for name, file in other.first_files.items()}
         self.skips += other.skips
         different = {*self.captions, *other.captions}
         self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
         self.num_classes = max(self.num_classes, other.num_classes)
         self.most_references = max(self.most_references, other.most_references)
+        if other.largest_cut[0] > self.largest_cut[0]:
+            self.largest_cut = other.largest_cut
         self.latents = self.latents.plus(other.latents)
+
+
+def properties_of(sample: Sample) -> list[str]:
+    """Return the properties of a sample that are counted: changes to its pixels, and what it has or lacks."""
+    changes = sample.changes
+    properties = {
+        "labelled": "label" in sample.metadata,
+        "edited": bool(sample.reference_shapes),
+        "without_caption": not isinstance(sample.metadata.get("caption"), str),
+        "turned": changes.turned,
+        "enlarged": changes.enlarged,
+        "animated": changes.animated,
+        changes.colours: changes.colours != "sRGB",
+    }
+    return [name for name, has in properties.items() if has]
 
 
 def _text_of(shape: Iterable[int]) -> str:
@@ -369,8 +403,9 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "captions": total.captions,
             "num_classes": total.num_classes,
             "most_references": total.most_references,
-            **{name: total.counts[name] for name in ("labelled", "edited", "enlarged")},
+            **{name: total.counts[name] for name in ("labelled", "edited", "turned", "enlarged")},
             "colours": {name: total.counts[name] for name in OTHER_COLOURS if total.counts[name]},
+            "largest_cut": total.largest_cut[0],
             **({"latent_mean": total.latents.mean, "latent_std": total.latents.std} if total.latents.number else {}),
             "skipped": dict(total.skipped),
             "skipped_examples": total.examples,

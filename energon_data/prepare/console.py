@@ -1,25 +1,27 @@
 """Console output of preparation: progress and summary."""
 
 import argparse
+import re
 import sys
 import time
+from pathlib import Path
+from typing import Optional
 
 from tqdm import tqdm
 
 from dit.errors import ConfigError
 from dit.terminal import counted, echo, printable
+from energon_data.contents import Contents
 from energon_data.prepare.build import SKIPPED, Ranks, UnitRecord
 from energon_data.prepare.preparation import Preparation
 
-COUNTED = {
-    "enlarged": "enlarged",
+LINES_WITH_A_FILE = {
     "animated": "first frame of an animation",
     "converted": "colours converted to sRGB",
     "bad_profile": "colour profile not readable, taken as sRGB",
     "not_converted": "HDR or wide-gamut clips, colours not converted",
-    "edited": "edited from another picture",
 }
-"""Lines of the summary by property of a sample."""
+"""Lines of the summary with the name of a file, by property of a sample."""
 
 
 def make(preparation: Preparation, args: argparse.Namespace) -> None:
@@ -29,6 +31,8 @@ def make(preparation: Preparation, args: argparse.Namespace) -> None:
     total = _run_with_progress(preparation, args, visible=first)
     if first:
         echo(_summary(preparation, total, time.monotonic() - began))
+        if preparation.entry != "sample" and (command := training_command(args.out)):
+            echo(f"  train on it: {command}")
 
 
 def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, visible: bool) -> UnitRecord:
@@ -59,6 +63,22 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, vi
             raise
 
 
+def training_command(folder: Path) -> Optional[str]:
+    """Return the command that trains `own_data` on a folder.
+
+    Returns:
+        None if the recipe has no model for the data, or a shell would change the path.
+    """
+    contents = Contents.read(folder)
+    if contents is None or not re.fullmatch(r"[\w./ -]+", str(folder)):
+        return None
+    if contents.most_references and not (contents.captions or contents.context_size):
+        return None
+    text_encoder = ", text_encoder='all-minilm-l6-v2'" if contents.needs_text_encoder else ""
+    flags = f"--yes --factory \"own_data(data='{folder}'{text_encoder})\""
+    return f"python -m launch.train {flags}"
+
+
 def _summary(preparation: Preparation, total: UnitRecord, seconds: float) -> str:
     """Describe a finished data set in a few lines."""
     out, noun = preparation.job.out, "row" if preparation.entry == "row" else "file"
@@ -80,7 +100,15 @@ def _summary(preparation: Preparation, total: UnitRecord, seconds: float) -> str
         partly = f", {counts['partly_used']:,} of them in part" if counts["partly_used"] else ""
         unlisted = len(preparation.skipped) if noun == "row" else 0  # files of the folder that no row names
         lines.append(f"  used: {used:,} of {counted(counts['files'] + len(total.skips) - unlisted, noun)}{partly}")
-    lines += [f"  {text}: {counted(counts[name], 'sample')}" for name, text in COUNTED.items() if counts[name]]
+        lines.append(f"  turned according to the file: {counted(counts['turned'], 'sample')}")
+        share, name = total.largest_cut
+        lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
+        lines.append(f"  enlarged: {counted(counts['enlarged'], 'sample')}")
+        for name, text in LINES_WITH_A_FILE.items():
+            if counts[name]:
+                lines.append(f"  {text}: {counted(counts[name], 'sample')} ({total.first_files[name]})")
+        if counts["edited"]:
+            lines.append(f"  edited from another picture: {counted(counts['edited'], 'sample')}")
     for reason, count in total.skipped.most_common():
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
     if total.skips:

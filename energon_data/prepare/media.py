@@ -28,7 +28,7 @@ from energon_data.media_files import (
     pixels_of,
     video_bytes,
 )
-from energon_data.prepare.build import Raw, Sample, UnitRecord
+from energon_data.prepare.build import Changes, Raw, Sample, UnitRecord
 from energon_data.prepare.pictures import Fit
 from energon_data.prepare.shards import npy_bytes
 from energon_data.prepare.sources import Source
@@ -94,7 +94,7 @@ class _Decoded:
     source: Source
     media: _Media
     fps: Optional[float]
-    properties: Sequence[str]
+    changes: Changes
     size_and_crop: list[int]
     references: Sequence[_Media] = ()
 
@@ -178,11 +178,11 @@ class MakeSamples:
     ) -> _Decoded:
         info = media.frames[0].info
         target = self.options.fit.target(*info["size"])
-        has = {"enlarged": target.enlarges(*info["size"]), "animated": info.get("animated"), info["colours"]: True}
-        properties = [name for name, value in has.items() if value]
+        enlarged, animated = target.enlarges(*info["size"]), info.get("animated", False)
+        changes = Changes(info["turned"], target.cut, enlarged, info["colours"], animated)
         (width, height), (left, top) = info["size"], target.corner  # of the cut in the scaled picture
         lengths = [height, width, top, left, target.cut_high, target.cut_wide]
-        return _Decoded(key, source, media, fps, properties, lengths, references)
+        return _Decoded(key, source, media, fps, changes, lengths, references)
 
     def _picture(self, data: bytes) -> _Media:
         original = open_picture(data)
@@ -236,7 +236,7 @@ class MakeSamples:
                 metadata=_metadata(clip),
                 parts={**{f"{name}.{part.extension}": part.data for name, part in named}, **text, **features},
                 shape=main.shape,
-                properties=clip.properties,
+                changes=clip.changes,
                 latent=main.moments,
                 repeats=clip.source.repeats,
                 reference_shapes=tuple(part.shape for part in references),

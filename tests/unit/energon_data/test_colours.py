@@ -123,15 +123,15 @@ def clip(transfer: int, primaries: int) -> bytes:
     return buffer.getvalue()
 
 
-def test_the_preparation_counts_colours(tmp_path, capsys):
+def test_the_preparation_counts_colours_and_names_a_file_of_each_kind(tmp_path, capsys):
     profiles = {"phone": {"icc_profile": rgb_profile(DISPLAY_P3)}, "plain": {}, "damaged": {"icc_profile": b"none"}}
     clips = {"hlg": (18, 9), "pq": (16, 9), "wide": (1, 12), "bt709": (1, 1), "unstated": (2, 2)}
     files = {f"{name}.png": as_file(colour_chart(), **profile) for name, profile in profiles.items()}
     source = folder_of(tmp_path / "in", files | {f"{name}.mkv": clip(*kind) for name, kind in clips.items()})
     found = described(source, tmp_path / "out", command="folder")
     summary = capsys.readouterr().out
-    assert "  colours converted to sRGB: 1 sample\n" in summary
-    assert "  colour profile not readable, taken as sRGB: 1 sample\n" in summary
-    assert "  HDR or wide-gamut clips, colours not converted: 3 samples\n" in summary
+    assert "  colours converted to sRGB: 1 sample (phone.png)" in summary
+    assert "  colour profile not readable, taken as sRGB: 1 sample (damaged.png)" in summary
+    assert "  HDR or wide-gamut clips, colours not converted: 3 samples (hlg.mkv)" in summary
     counts = {"converted": 1, "bad_profile": 1, "not_converted": 3}
     assert found["colours"] == counts

@@ -226,12 +226,13 @@ def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path
     original = turned_mp4(mp4(marked()), MATRICES[how])
     files = {"clip.mp4": original, "photo.jpg": jpeg(marked(), EXIF_ORIENTATION[how])}
     source = folder_of(tmp_path / "in", files)
-    prepare(source, tmp_path / "out", command="folder", validation=0)
+    total = prepare(source, tmp_path / "out", command="folder", validation=0)
     clip, photo = (((c.latent + 1) * 127.5).round() for _, _, c, _ in samples(tmp_path / "out"))
     assert clip.shape[2:] == photo.shape[2:] == ((96, 64) if how in ("90", "270", "transposed") else (64, 96))
     corner = {"90": "top right", "180": "bottom right", "270": "bottom left", "mirrored": "top right"}
     for sample in (clip, photo):
         assert marked_corner(sample[:, 0].permute(1, 2, 0).numpy()) == corner.get(how, "top left")
+    assert total.counts["turned"] == (0 if how == "as stored" else 2)
     [stored] = [raw["pixels.mp4"] for _, _, _, raw in samples(tmp_path / "out") if "pixels.mp4" in raw]
     assert (stored == original) == (how == "as stored")  # otherwise it is encoded upright, for other readers
 

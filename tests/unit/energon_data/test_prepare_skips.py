@@ -65,6 +65,9 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     assert f"  shapes (C x T x H x W): {shapes}\n" in summary
     assert "  skipped, too_small: 2; sliver.png: " in summary
     assert f"used: {num_taken} of {len(expected)} files" in summary
+    assert "turned according to the file: 3 samples" in summary
+    assert "cropped: by at most 17% (wide_pixels.mp4)" in summary
+    assert "enlarged: 0 samples" in summary
     assert f"every skipped file and its reason: {tmp_path / 'out' / 'skipped.jsonl'}" in summary
     needed = "own_data and finetune need none; other recipes: training.validation_interval=0"
     assert f"  val: 0 samples ({needed})" in summary
@@ -84,11 +87,12 @@ def test_an_enlarged_picture_is_counted(tmp_path, capsys):
     assert "enlarged: 1 sample" in capsys.readouterr().out
 
 
-def test_a_heic_file_of_a_rotated_camera_is_upright(tmp_path):
+def test_a_heic_file_of_a_rotated_camera_is_counted_and_upright(tmp_path, capsys):
     if not media.reads_heic():
         pytest.skip("needs pillow-heif")
     source = folder_of(tmp_path / "in", {"phone.heic": heic(marked(), 6)})
     assert prepare(source, tmp_path / "out", "--size", "64") == EXIT_OK
+    assert "turned according to the file: 1 sample" in capsys.readouterr().out
     picture = open_picture(heic(marked(), 6))
     assert picture.size == (HEIGHT, WIDTH)
     assert marked_corner(np.asarray(picture)) == "top right"
@@ -260,7 +264,7 @@ def test_the_summary_counts_first_frames_of_animated_pictures(tmp_path, capsys, 
         red, black = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32))
         red.save(source / name, save_all=True, append_images=[black])
     assert prepare(source, tmp_path / "out", "--samples-per-shard", "1", command=command) == EXIT_OK
-    assert f"first frame of an animation: {count} samples\n" in capsys.readouterr().out
+    assert f"first frame of an animation: {count} samples (a.webp)" in capsys.readouterr().out
 
 
 # Failures and restarts.

@@ -250,11 +250,13 @@ def test_captions_without_an_encoder_are_refused(tmp_path):
         ("--reference originals", ", text_encoder='all-minilm-l6-v2'"),
     ],
 )
-def test_a_prepared_folder_can_be_trained_on(tmp_path, monkeypatch, words, arguments):
+def test_prepare_prints_a_command_that_trains_on_its_folder(tmp_path, monkeypatch, capsys, words, arguments):
     monkeypatch.chdir(tmp_path)
     for folder in ("in/cats", "in/dogs", "originals/cats", "originals/dogs"):
         fill(tmp_path / folder, 3)
     task = f"own_data(data='{prepared_folder(tmp_path, *words.split())}'{arguments})"
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == f'  train on it: python -m launch.train --yes --factory "{task}"'
     built(call_recipe(task)).check(1)
 
 
