@@ -1,8 +1,9 @@
 """Reports of rank 0: the records in the run folder, their mirrors, and the console."""
 
 import logging as log
+import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Optional
@@ -13,16 +14,19 @@ from dit.backends.device import describe
 from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.run_identity import RUN_FILE
 from dit.checkpoint.train_state import TrainState
+from dit.condition_table import CONTROL, FIRST_FRAMES
 from dit.config_record import trust_prefix
 from dit.durable_files import write_record
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.monitoring.progress import ConsoleProgress, format_duration
 from dit.monitoring.sinks import (
+    LOSS,
     METRICS_FILE,
     FanOut,
     JsonlSink,
     Sink,
     TensorBoardSink,
+    as_number,
     read_records,
     scalars_by_step,
 )
@@ -32,6 +36,8 @@ from dit.parallel.implementations import fp8_of, implementations
 from dit.run_config import RunConfig
 
 logger = log.getLogger(__name__)
+
+HELD_OUT = "held_out/loss"
 
 
 class RunLog:
@@ -87,18 +93,25 @@ class RunLog:
         """Flush all records to the disk, so that they survive a power loss."""
         self._sinks.each(lambda sink: sink.sync())
 
-    def summarize(self, config: RunConfig, state: TrainState, *, seconds: float, takes_text: bool) -> None:
+    def summarize(
+        self, config: RunConfig, state: TrainState, *, seconds: float, frames: int, text_encoder: Optional[str]
+    ) -> None:
         """Print the last two lines: the result of the run, and the command that samples from it."""
         if self._progress is None:
             return
         training, run_dir = config.training, config.training.run_dir
-        self.message(how_it_went(state.step, training.num_steps, seconds, training.stop_at_step))
+        steps = state.step, training.num_steps
+        self.message(how_it_went(Path(run_dir) / METRICS_FILE, *steps, seconds, training.stop_at_step))
         trust = trust_prefix(config.to_record())
         if config.objective.reconstructs:
             export = ("launch.export", "--checkpoint", run_dir, "--format", "diffusers", "--out", f"{run_dir}_vae")
             self.message(f"export it: {trust}{shlex.join(['python', '-m', *export])}")
             return
-        command = drawing_command(run_dir, takes_prompt=takes_text and not config.sampling.prompts)
+        pictures = [] if config.data.references_setting() is None else ["--reference"]
+        for option, condition in (("--control", CONTROL), ("--first-frame", FIRST_FRAMES)):
+            pictures += [option] if config.model.condition(condition.name) is not None else []
+        times, prompts = config.objective.trained_times, config.sampling.prompts
+        command = drawing_command(run_dir, frames, text_encoder, prompts, pictures, times)
         self.message(f"draw from it: {trust}{command}")
 
     def close(self) -> None:
@@ -172,23 +185,59 @@ def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     )
 
 
-def how_it_went(step: int, num_steps: int, seconds: float, stop_at_step: Optional[int] = None) -> str:
-    """Return a line with the last step of a run and the duration of this attempt."""
+def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float, stop_at_step: Optional[int] = None) -> str:
+    """Return a line with the last step of a run, the duration of this attempt, and the losses.
+
+    Args:
+        metrics: the run's `metrics.jsonl`; losses of earlier attempts count up to the step of the next start.
+    """
     if step > num_steps:
         return (
             f"no step was trained, because this run has {step} steps and training.num_steps={num_steps}; give a larger "
             "number, or another training.run_dir"
         )
+    steps = scalars_by_step(read_records(metrics))
+    losses, held_out = (
+        {n: number for n, values in steps.items() if (number := as_number(values.get(name))) is not None}
+        for name in (LOSS, HELD_OUT)
+    )
+    held_out = {n: value for n, value in held_out.items() if not math.isnan(value)}
     ended = "finished" if step == num_steps else "stopped at"
-    line = f"{ended} step {step} of {num_steps} after {format_duration(seconds)}"
-    if step == num_steps:
-        return line
-    is_reached = stop_at_step is not None and step >= stop_at_step
-    change = " without this training.stop_at_step" if is_reached else ""
-    return f"{line}, the same command{change} continues the run"
+    parts = [f"{ended} step {step} of {num_steps} after {format_duration(seconds)}"]
+    if losses:
+        parts.append(f"loss {losses[max(losses)]:.4f}")
+    if held_out:
+        best = min(held_out, key=lambda n: held_out[n])
+        parts.append(f"best held-out loss {held_out[best]:.4f} at step {best}")
+    if step < num_steps:
+        is_reached = stop_at_step is not None and step >= stop_at_step
+        change = " without this training.stop_at_step" if is_reached else ""
+        parts.append(f"the same command{change} continues the run")
+    return ", ".join(parts)
 
 
-def drawing_command(run_dir: str, *, takes_prompt: bool) -> str:
-    """Return the shell command that samples from a run, with a text if the run has none."""
-    prompt = ["--prompt", "a text"] if takes_prompt else []
-    return shlex.join(["python", "-m", "launch.sample", "--checkpoint", run_dir, *prompt])
+def drawing_command(
+    run_dir: str,
+    frames: int,
+    text_encoder: Optional[str],
+    prompts: Optional[list[str]],
+    pictures: Sequence[str] = (),
+    times: tuple[float, float] = (0.0, 1.0),
+) -> str:
+    """Return the shell command that samples from a run.
+
+    Args:
+        prompts: in the settings of the run; the command uses them by default.
+        pictures: options that name a picture which the model reads.
+        times: lowest and highest time of training; a model that lacks some times is one of a pair.
+    """
+    words = ["python", "-m", "launch.sample", "--checkpoint", run_dir if times[1] == 1 else "HIGH"]
+    if times != (0, 1):
+        words += ["--low-noise", "LOW" if times[1] == 1 else run_dir]
+    for option in pictures:
+        words += [option, "picture.png"]
+    if text_encoder is not None and not prompts:
+        words += ["--prompt", "a text"]
+    if frames > 1:
+        words += ["--out", "samples.gif"]
+    return shlex.join(words)

@@ -470,8 +470,9 @@ class Run:
 
     def summarize(self) -> None:
         """Print the result of the run, and the command that samples from it."""
-        seconds, takes_text = time.monotonic() - self.began, self.text_encoder is not None
-        self.log.summarize(self.config, self.state, seconds=seconds, takes_text=takes_text)
+        frames = 1 if self.batches.largest is None else self.batches.latent_size(self.spec)[0]
+        seconds = time.monotonic() - self.began
+        self.log.summarize(self.config, self.state, seconds=seconds, frames=frames, text_encoder=self.text_encoder)
 
     def close(self) -> None:
         """Stop loaders, let the pending save end, and flush logs."""

@@ -80,18 +80,21 @@ def test_a_second_process_is_refused_and_changes_no_file(done: dict[str, Any]) -
     assert done["after"] == done["before"]
 
 
-def test_a_run_ends_with_its_result_and_the_sampling_command(done: dict[str, Any], folder: Path) -> None:
+def test_a_run_ends_with_its_losses_and_the_sampling_command(done: dict[str, Any], folder: Path) -> None:
+    """The printed losses equal those of `metrics.jsonl`, and the printed command draws samples."""
     records = scalars_by_step(read_records(folder / "run" / "metrics.jsonl"))
     held_out = {step: values["held_out/loss"] for step, values in records.items() if "held_out/loss" in values}
     assert sorted(held_out) == [2, 4]
+    best = min(held_out, key=lambda step: held_out[step])
     continues = ", the same command without this training.stop_at_step continues the run"
-    for name, start, end in (
-        ("first", "finished step 4 of 4 after ", ""),
-        ("resumed", "stopped at step 5 of 6 after ", continues),
+    for name, start, step, end in (
+        ("first", "finished step 4 of 4 after ", 4, ""),
+        ("resumed", "stopped at step 5 of 6 after ", 5, continues),
     ):
         went, command = done[name].out.splitlines()[-2:]
         assert went.startswith(start)
-        assert went.endswith(end)
+        losses = f", loss {records[step]['loss']:.4f}, best held-out loss {held_out[best]:.4f} at step {best}"
+        assert went.endswith(losses + end)
         words = shlex.split(command.removeprefix("draw from it: "))
         assert words == ["python", "-m", "launch.sample", "--checkpoint", str(folder / "run")]
 

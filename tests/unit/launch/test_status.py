@@ -11,6 +11,7 @@ import pytest
 
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.run_lock import RunLock
+from dit.monitoring.run_log import how_it_went
 from launch.status import lines, main, read_status
 
 NOW = 1_800_000_000.0
@@ -187,7 +188,7 @@ def test_a_newer_skipped_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert told(folder)["step"].startswith("12 of 40")
 
 
-def test_the_losses_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
+def test_the_closing_line_of_a_run_has_the_losses_of_its_status(tmp_path: Path) -> None:
     """The run was killed after step 8, resumed after step 4 and rewound to step 5; its log has a damaged line."""
 
     def at(number: int, steps: range) -> list[dict[str, Any]]:
@@ -200,9 +201,10 @@ def test_the_losses_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", *records)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "scalars", "step": 9\n')
-    said = told(folder)
+    said, closing = told(folder), how_it_went(folder / "metrics.jsonl", 7, 40, 1.0)
     assert said["loss"].startswith("0.7000,")
     assert said["held-out"] == "0.5000 at step 7, best 0.5000 at step 5"
+    assert "loss 0.7000, best held-out loss 0.5000 at step 5" in closing
 
 
 def beat(folder: Path, age: float) -> None:
