@@ -41,8 +41,7 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
     """
     from dit.planner.devices import with_fp8
     from dit.planner.job import Job
-    from dit.planner.plan import plan
-    from dit.planner.schedule import planned_step
+    from dit.planner.plan import plan, planned_step
     from dit.planner.time import Cluster
     from launch.planned_sample import planned_sample
 

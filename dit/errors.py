@@ -169,7 +169,8 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
             with flushed_output():
                 return command(*args, **kwargs)
         except UserError as error:
-            echo(line := on_a_screen(f"error: {error}"), file=sys.stderr)
+            message = str(error).partition("\n\nFiddle context:")[0]  # fiddle appends the path of the configuration
+            echo(line := on_a_screen(f"error: {message}"), file=sys.stderr)
             name_root_cause(line)
             return exit_code(error)
         except BrokenPipeError:

@@ -16,7 +16,6 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 from dit.data_api import BatchSpec
 from dit.errors import DataError, UserError
 from dit.patches import patches
-from energon_data.packing import BUFFERED
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import Position, StreamItem, check_settings_changed, read_up_to
@@ -136,14 +135,12 @@ class EnergonSource:
             max_samples_per_sequence=None,  # complete shards
             task_encoder=self._encoder,
         )
-        mixing = None if shuffle_buffer is None else BUFFERED
         self._settings = {
             "micro_batch_size": self._batch_size,
             "max_tokens_per_pack": options.max_tokens_per_pack,
             "pack_multiple_of": options.pack_multiple_of if packed else None,
             "pack_cost_tokens": None if options.cost_limit is None else options.cost_limit.tokens,
-            # None is 256 if packs may mix passes; earlier versions saved 256.
-            "packing_buffer_size": (options.packing_buffer_size or mixing) if packed else None,
+            "packing_buffer_size": options.packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
             "bucket_by_shape": options.bucket_by_shape,
             "interleaved": [reader.streams > 1 for reader in self._encoder.readers],
@@ -165,33 +162,13 @@ class EnergonSource:
         state = {"settings": self._settings, "dataset": to_plain(inner), "index": worker["_sample_index"]}
         return Position(state)
 
-    def _saved_settings(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of a state, and read each member of a blend in the order that the state has."""
-        readers = self._encoder.readers
-        is_now = [reader.streams > 1 for reader in readers]
-        was = state["settings"].get("interleaved", False)
-        if isinstance(was, bool):  # an earlier version saved whether any member was
-            was = is_now if was and any(is_now) else [was] * len(readers)
-        for reader, before, now in zip(readers, was, is_now):
-            if before and not now:
-                raise DataError(
-                    "the position in the data was saved when streams read blocks of all shards, but dataset.json of "
-                    f"{reader.folder} now says that samples are in random order (name, prepared), so streams would "
-                    "read others; restore dataset.json, or start a new run from these weights (another "
-                    "training.run_dir, checkpoint.start_from)"
-                )
-            if not before:
-                reader.streams = 1
-        self._settings["interleaved"] = was
-        return state["settings"] | {"interleaved": was}
-
     def adapt(self, position: Position) -> Position:
         """Convert a position; see `Source.adapt`.
 
         If settings that group samples changed, the items after the state are read with the former settings, and samples
         that were selected into packs but not delivered are selected again.
         """
-        saved = self._saved_settings(position.state)
+        saved = position.state["settings"]
         # Settings that determine the grouping of samples, but not the samples after a position.
         grouping = {"pack_multiple_of"} if self._batch_size is None else {"micro_batch_size"}
         may_change = set[str]() if self._options.bucket_by_shape else grouping
@@ -211,7 +188,6 @@ class EnergonSource:
         why="a position of one stream is restored under another layout",
     )
     def load(self, state: dict[str, Any]) -> None:
-        self._saved_settings(state)
         inner, batch_size = from_plain(state["dataset"]), self._loader._get_batch_size()
         if inner is not None:
             worker = FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": state["index"]})

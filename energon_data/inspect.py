@@ -27,9 +27,7 @@ from energon_data.report.survey import Survey, expected_packing, middle_frame, s
 DESCRIBED = ("latent_shape", "context_size", "text_encoder", "vae")
 """Entries of `dataset.json` to print."""
 MOST_ROWS = 8
-"""Number of values listed individually, and of bins of a histogram."""
-BAR = 30
-"""Length of the longest bar in characters."""
+"""Number of sizes listed individually."""
 DECODED_TILE = 1024
 """Pictures with longer sides are decoded in overlapping tiles of this many pixels."""
 PICTURES = 36
@@ -63,24 +61,6 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--vae", metavar="NAME", help="decode the latents of the sheet with this autoencoder, not in false colours")
     flag("--no-checksums", action="store_true", help="read samples without checksums (data.require_checksums=False)")
     return parser
-
-
-def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
-    """Yield a line with a bar for each name and count."""
-    width, most, total = max(len(name) for name, _ in rows), max(n for _, n in rows), sum(n for _, n in rows)
-    for name, count in rows:
-        bar = "#" * round(BAR * count / most)
-        yield f"  {name:<{width}}  {count:>9,}  {count / total:>6.1%}  {bar}".rstrip()
-
-
-def histogram(values: Sequence[int]) -> list[tuple[str, int]]:
-    """Return the label and the number of values of each bin; if there are few values, each is a bin."""
-    counts, low, high = Counter(values), min(values), max(values)
-    if len(counts) <= MOST_ROWS:
-        return [(f"{value:,}", counts[value]) for value in sorted(counts)]
-    width = -(-(high - low + 1) // MOST_ROWS)
-    bins = [range(start, min(start + width, high + 1)) for start in range(low, high + 1, width)]
-    return [(f"{part[0]:,} to {part[-1]:,}", sum(counts[value] for value in part)) for part in bins]
 
 
 def spread_of(values: Sequence[float], digits: int = 0) -> str:
@@ -124,16 +104,12 @@ def content_lines(survey_result: Survey) -> Iterator[str]:
     rows = sizes.most_common(MOST_ROWS)
     if rest := len(seen) - sum(count for _, count in rows):
         rows.append((f"{len(sizes) - MOST_ROWS} others", rest))
-    yield from bars(rows)
+    yield from (f"  {size}  {count:,}  {count / len(seen):.1%}" for size, count in rows)
     clips = [one for one in seen if one.size[1] > 1]
     if clips:
         yield f"clips       {len(clips):,}, {spread_of([one.size[1] for one in clips])} frames"
         if durations := [one.duration_s for one in clips if one.duration_s is not None]:
-            rates = sorted({one.fps for one in clips if one.fps})
-            yield (
-                f"durations   {spread_of(durations, 2)} s, {sum(durations):,.1f} s in all; "
-                f"{', '.join(f'{rate:g}' for rate in rates[:MOST_ROWS])} frames per second"
-            )
+            yield f"durations   {spread_of(durations, 2)} s, {sum(durations):,.1f} s in all"
     if texts := [one.text_tokens for one in seen if one.text_tokens is not None]:
         yield f"texts       {spread_of(texts)} tokens"
     if captions := [one.caption for one in seen if one.caption is not None]:
@@ -155,7 +131,6 @@ def token_lines(survey_result: Survey, patch: str, *, pack: Optional[int], multi
     if not countable:
         return
     yield f"tokens      {spread_of(countable)}, with patches of {patch}"
-    yield from bars(histogram(countable))
     if pack is not None:
         packing = expected_packing(countable, pack, multiple_of=multiple_of)
         longer = f"; {packing.too_long:.1%} of the samples are longer and dropped" if packing.too_long else ""

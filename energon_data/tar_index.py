@@ -228,7 +228,7 @@ class SampleReader:
         self._starts = list(energon_reader.shard_count_cumsum)
         self._shards = list(energon_reader.shard_infos)
         self._order = spread_order(len(self)) if spread else None
-        self.folder, self.streams = energon_reader.base_path, streams
+        self.streams = streams
         self._open: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()
 
     def __len__(self) -> int:

@@ -6,23 +6,15 @@ only the factory and the overrides are passed to it.
 
 import argparse
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn, Optional
 
-from dit.command_line import closest, did_you_mean, long_options, with_cure
+from dit.command_line import did_you_mean, long_options, with_cure
 from dit.errors import ConfigError
 from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
 from launch.argument_types import at_least_one, number_in
 from recipes import registry
 
@@ -42,7 +34,6 @@ first steps
 
 change any setting
   training.num_steps=500 optimizer.lr=3e-4                       dotted path = value
-  optimizer.lr*=2                                                also +=  -=  /=
   objective=edm objective.p_mean=-0.4                            swap a part by name, then set its fields
   "objective=ddpm(prediction='v')"                               the same in one argument (quote it for the shell)
   parallel.tensor_model_parallel_size=2                          split over ranks; see parallel.* with --print-config
@@ -85,26 +76,14 @@ class Options:
         return not (self.help or self.list_recipes or self.describe or self.dryrun or self.print_config or self.to_yaml)
 
 
-PlainPart = (
-    type[OptimizerConfig] | type[TrainingConfig] | type[CheckpointConfig] | type[LoggingConfig] | type[SamplingConfig]
-)
-PLAIN_PARTS: dict[str, PlainPart] = {
-    "optimizer": OptimizerConfig,
-    "training": TrainingConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "sampling": SamplingConfig,
-}
-"""Parts that have the same class in every recipe."""
-PLAIN_KEYS = [f"{part}.{f.name}" for part, kind in PLAIN_PARTS.items() for f in fields(kind)]
-
-
 def parse(argv: Sequence[str]) -> Options:
     """Read the flags and collect the overrides."""
     options, words = PARSER.parse_known_args(argv, Options())
     for word in words:
         if word.startswith("-"):
-            raise ConfigError(_unknown_flag_message(word.partition("=")[0]))
+            flag = word.partition("=")[0]
+            hint = did_you_mean(flag, FLAGS) or "; --help shows all flags"
+            raise ConfigError(f"unknown flag {flag}{hint} (settings are written without dashes, key.path=value)")
         if "=" not in word:
             raise ConfigError(_stray_word_message(word))
     options.overrides = words
@@ -118,22 +97,6 @@ def check_factory(name: str) -> None:
     if "." not in base and base not in names:
         hint = did_you_mean(base, names) or "."
         raise ConfigError(f"--factory {base}: no such recipe{hint} --list shows all {len(names)}")
-
-
-def check_keys(overrides: Sequence[str]) -> None:
-    """Refuse a misspelt name of a setting that every recipe has, before anything heavy is imported.
-
-    Settings of parts that depend on the recipe are checked by `launch.overrides`.
-    """
-    for text in overrides:
-        key = re.split(r"[-+*/|]?=", text, maxsplit=1)[0]
-        part, _, name = key.partition(".")
-        if part in PLAIN_PARTS:
-            names = [f.name for f in fields(PLAIN_PARTS[part])]
-            setting = re.split(r"[.\[]", name)[0]
-            elsewhere = any(other_key.rpartition(".")[2] == setting for other_key in PLAIN_KEYS)
-            if name and not elsewhere and closest(setting, names):
-                raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, names))
 
 
 def tokens(value: str) -> tuple[int, ...]:
@@ -211,11 +174,3 @@ def _stray_word_message(word: str) -> str:
     if word in names:
         return f"{word!r} stands alone; recipes are selected by --factory {word}"
     return f"{word!r} is neither a flag nor an override; overrides are key.path=value, recipes --factory NAME"
-
-
-def _unknown_flag_message(flag: str) -> str:
-    hint = did_you_mean(flag, FLAGS)
-    keys = [key for key in PLAIN_KEYS if key.rpartition(".")[2] == flag[2:].replace("-", "_")]
-    if keys:
-        hint = f"; settings are written without dashes, {' or '.join(f'{key}=VALUE' for key in keys)}"
-    return f"unknown flag {flag}{hint or '; --help shows all flags'}"

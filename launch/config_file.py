@@ -1,9 +1,8 @@
 """A configuration as YAML: complete, readable, and equal after a round trip.
 
-The layout is nemo-run's (`_target_` names the class, `_partial_` marks the run), with every default written out, so a
-file still describes the run after a default has changed. nemo-run's own reader (0.11) refuses its `_partial_`, and
-imports and calls any `_target_`; this one accepts only a subclass of the setting's type, from packages of this project.
-It reads the `config.yaml` of a run folder too.
+The layout is nemo-run's (`_target_` names the class) and that of `config.yaml` in a run folder, with every default
+written out, so a file still describes the run after a default has changed. nemo-run's own reader (0.11) imports and
+calls any `_target_`; this one accepts only a subclass of the setting's type, from packages of this project.
 """
 
 import inspect
@@ -22,27 +21,8 @@ from dit.durable_files import write_atomic
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from dit.safe_files import read_yaml
-from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, values_of
+from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value
 from recipes.registry import TRAINING_FUNCTION
-
-
-def complete(node: Config | Partial) -> dict[str, Any]:
-    """Return a configuration as nested dictionaries, with defaults filled in."""
-    fn = node.__fn_or_cls__
-    values: dict[str, Any] = {CLASS_KEY: f"{fn.__module__}.{fn.__qualname__}"}
-    if isinstance(node, Partial):
-        values["_partial_"] = True
-    return values | {name: _plain(value) for name, value in values_of(node).items()}
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Config | Partial):
-        return complete(value)
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def built(task: Partial) -> RunConfig:
@@ -72,7 +52,7 @@ def _short(value: object) -> str:
 
 def dump(task: Partial) -> str:
     """Return the complete configuration as YAML, in the order of the signatures."""
-    return yaml.safe_dump(complete(task), sort_keys=False, default_flow_style=False, width=110)
+    return yaml.safe_dump(built(task).to_record(), sort_keys=False, default_flow_style=False, width=110)
 
 
 def write(task: Partial, path: str | Path) -> None:

@@ -115,7 +115,7 @@ def online_weights(config: "RunConfig") -> tuple[dict[str, int], list[str]]:
 
 def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
     """Describe the time of a step on nodes of 8 devices."""
-    from dit.planner.schedule import planned_step
+    from dit.planner.plan import planned_step
     from dit.planner.time import Cluster
 
     overlaps = config.training.linears == "overlapped"
@@ -169,5 +169,5 @@ def report(
     layout.append(sample_line(config.model, config.objective.conditions))
     if config.checkpoint.start_from is not None:
         layout += [f"start       {start_line(config)}", *(f"{'':<12}{line}" for line in start_remarks(config))]
-    layout.append(f"export      {export_line(config.model)[1]}")
+    layout.append(f"export      {export_line(config.model)}")
     return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, planned_device)])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Optional
 from dit import extensions
 from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
-from launch import environment, held_out, picture_scores, sharpness
+from launch import environment, held_out, picture_scores
 from launch.argument_types import command_parser
 from launch.cascade import check_augmentation, stages_of
 from launch.measurement import Measurement, Metric
@@ -26,11 +26,6 @@ DESCRIPTION = "Measure the samples of a checkpoint, or its loss on held-out data
 
 
 METRICS = {
-    "sharpness": Metric(
-        "PSNR and gradient energy of enlarged held-out pictures, compared with bicubic interpolation",
-        sharpness.measure,
-        held_out.add_arguments,
-    ),
     "loss": Metric(
         "loss on held-out data, as in training and at fixed times as in MLPerf's FLUX.1",
         held_out.measure_loss,

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import ast
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -172,18 +171,14 @@ def settle(trained: "TrainedModel", objective: Optional["Objective"]) -> tuple["
 
 def read_objective(text: str) -> "Objective":
     """Build the objective of `--objective`: a name, or a name with settings in parentheses."""
-    from dit.convert.run_record import objective_of
+    import fiddle
 
-    wrong = f"--objective {text!r} cannot be read; write a name, or \"ddpm(prediction='v')\""
-    try:
-        node = ast.parse(text, mode="eval").body
-        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-        if not isinstance(call.func, ast.Name) or call.args or any(word.arg is None for word in call.keywords):
-            raise ConfigError(wrong)
-        settings = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(wrong) from error
-    return objective_of({"name": call.func.id, **settings})
+    from dit.objectives.base import Objective
+    from launch.overrides import parse_value
+    from launch.train import load_component
+
+    objective: Objective = fiddle.build(parse_value(text, Objective, "--objective", load_component))
+    return objective
 
 
 def read_original(source: Path, args: argparse.Namespace) -> Content:

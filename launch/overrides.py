@@ -48,8 +48,8 @@ def apply_overrides(task: Partial, overrides: list[str], load_component: Callabl
     """
     parsed = [(*_split(text), text) for text in overrides]
     before = _parts(task)
-    for key, op, value, text in sorted(parsed, key=lambda item: item[0].count(".")):
-        _apply(task, key, op, value, text, load_component)
+    for key, value, text in sorted(parsed, key=lambda item: item[0].count(".")):
+        _apply(task, key, value, text, load_component)
     for key, part in _parts(task).items():
         if key in before and part is not before[key]:
             _announce_defaults(key, before[key], part)
@@ -71,22 +71,24 @@ def _announce_defaults(key: str, before: Node, part: Node) -> None:
 
 def value_in(overrides: list[str], key: str) -> Optional[str]:
     """Return the last text that is assigned to a key; None if there is none, or it is `none`."""
-    values = [value for name, op, value in map(_split, overrides) if name == key and op is Operation.ASSIGN]
+    values = [value for name, value in map(_split, overrides) if name == key]
     text = _unquote(values[-1]) if values else "none"
     return None if text.lower() in ("none", "null") else text
 
 
-def _split(text: str) -> tuple[str, Operation, str]:
+def _split(text: str) -> tuple[str, str]:
     try:
         ((key, (op, value)),) = PythonicParser().parse(text).items()
     except CLIException as error:
         raise ConfigError(f"{text!r} is not an override; write key.path=value, with a value after the sign") from error
+    if op is not Operation.ASSIGN:
+        raise ConfigError(f"{text!r} computes with a setting, which no override does; write {key}=VALUE")
     if any(not step.partition("[")[0] for step in key.split(".")):
         raise ConfigError(f"{text!r} names no setting between its dots; write key.path=value")
-    return key, op, value
+    return key, value
 
 
-def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: Callable[[str], None]) -> None:
+def _apply(task: Partial, key: str, value: str, text: str, load: Callable[[str], None]) -> None:
     *parents, name = key.split(".")
     node: Node = task
     for depth, parent in enumerate(parents):
@@ -107,31 +109,13 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
         if 0 < len(others) <= 2:  # more names say little: half of the models have a `num_layers`
             raise ConfigError(f"{error}; {path}={f' or {path}='.join(others)} has it") from error
         raise
-    if op is Operation.ASSIGN:
-        try:
-            setattr(node, name, parse_value(value, annotation, key, load))
-        except ConfigError as error:
-            if (other := _unquote(value)) not in parameters(node):
-                raise
-            full_key, values = _join(path, other), describe(normalise(parameters(node)[other]))
-            raise ConfigError(f"{error}; did you mean {full_key}, which is {values}?") from error
-        return
     try:
-        operand = parse_value(value, annotation, key, load)
-        result = PythonicParser().apply_operation(op, value_of(node, name), operand)
-    except CLIException as error:
-        raise ConfigError(f"{text}: {key} has no value that {op.value} could change; write {key}=VALUE") from error
-    setattr(node, name, _checked(result, annotation, text, key))
-
-
-def _checked(result: object, annotation: object, text: str, key: str) -> object:
-    """Return the result of an operation; for a whole-number setting as an int: 100 steps `/=2` are 50, not 50.0."""
-    accepted = (annotation, *get_args(normalise(annotation)))
-    if int in accepted and isinstance(result, float):
-        if not result.is_integer():
-            raise ConfigError(f"{text}: {key} would be {result:g}, which is not a whole number; write {key}=VALUE")
-        return int(result)
-    return result
+        setattr(node, name, parse_value(value, annotation, key, load))
+    except ConfigError as error:
+        if (other := _unquote(value)) not in parameters(node):
+            raise
+        full_key, values = _join(path, other), describe(normalise(parameters(node)[other]))
+        raise ConfigError(f"{error}; did you mean {full_key}, which is {values}?") from error
 
 
 def _child(node: Node, part: str, path: str) -> Node:
@@ -263,8 +247,7 @@ def _component(text: str, targets: list[type], key: str, load_component: Callabl
             part = catalogue._get((namespace, name))()
             for argument in split_arguments(inner or ""):
                 try:
-                    sub_key, op, value = _split(argument)
-                    _apply(part, sub_key, op, value, argument, load_component)
+                    _apply(part, *_split(argument), argument, load_component)
                 except ConfigError as error:
                     raise ConfigError(f"{key}={text}: {error}") from error
             return part

@@ -301,23 +301,22 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     """
     from dit.planner.job import Job
     from dit.planner.layouts import allowed, candidates, shapes
-    from dit.planner.plan import plan
-    from dit.planner.schedule import planned_step
+    from dit.planner.plan import plan, planned_step
     from dit.planner.search import judged, price_layouts, with_traced_memory
-    from dit.planner.trace import TracerPool
+    from dit.planner.trace import Tracer
 
     options = allowed(problem, candidates(problem))
     if not options.layouts:
         return Report(problem, rates(problem, sample), options, judged(problem, []), [], 0.0, None, None)
     started, stages = time.perf_counter(), shapes(options.layouts)
 
-    with TracerPool(min(len(stages), os.cpu_count() or 1)) as tracers, progress() as show:
+    with Tracer(min(len(stages), os.cpu_count() or 1)) as tracer, progress() as show:
         numbers = count(1)
 
         def begin(shape: "Shape") -> None:
             show(f"tracing stage {next(numbers)} of at most {len(stages)}: {stage_name(shape)}")
 
-        results, not_traced = price_layouts(problem, options.layouts, tracers, begin)
+        results, not_traced = price_layouts(problem, options.layouts, tracer, begin)
         verdict = judged(problem, results)
         seconds = time.perf_counter() - started
         step = peak = None
@@ -327,7 +326,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
             training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
             parts = problem.model, problem.objective, problem.optimizer, layout, training
             show(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
-            full = plan(Job(*parts, sample.shape(dims)), dims, tracer=tracers)
+            full = plan(Job(*parts, sample.shape(dims)), dims, tracer=tracer.stored)
             first, *others = verdict.fitting
             verdict = judged(problem, [with_traced_memory(first, full.fullest), *others, *verdict.too_large])
             if verdict.fitting and verdict.fitting[0].candidate == candidate:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dit.backends.device import local_device
-from dit.condition_table import SIZE_AND_CROP, size_and_crop
+from dit.condition_table import CONTEXT, SIZE_AND_CROP, size_and_crop
 from dit.errors import ConfigError
 from dit.sampling.grid import spread
 from dit.sampling.prompt_file import LENGTHS, Prompt, read_prompts
@@ -41,10 +41,9 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
         help="a text per line, or a .jsonl of objects with prompt (also negative, seed, original_size, crop, "
         "target_size)",
     )
-    content.add_argument("--text-embedding", nargs="+", metavar="FILE", help="embedded texts, as .npy files")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text of the unconditional branch of guidance")
     condition = partial(parser.add_argument, "--condition", action="append", nargs="+", metavar=("NAME", "VALUE"))
-    condition(default=[], help="another condition: a number or .npy file, for all or each text; `pooled FILE` for FLUX")
+    condition(default=[], help="another condition: numbers or .npy files; `context FILE` for an embedded text")
     size = partial(parser.add_argument, type=height_and_width, metavar="HxW")
     size("--original-size", help="condition of Stable Diffusion XL: pixels of the original (default: the target size)")
     parser.add_argument("--crop", type=top_and_left, metavar="TOP,LEFT", help="the same: corner of its crop (0,0)")
@@ -87,16 +86,6 @@ def names_of_classes(generator: "Generator") -> list[str]:
     return [str(i) for i in range(label.num_classes)]
 
 
-def read_embedding(path: str, context_size: int) -> Tensor:
-    """Read the embedding of one text, `[tokens, context_size]`, from a `.npy` file."""
-    array = read_numbers(path, "--text-embedding")
-    if array.ndim != 2 or array.shape[1] != context_size:
-        raise ConfigError(
-            f"--text-embedding {path} has shape {list(array.shape)}; the model takes [tokens, {context_size}]"
-        )
-    return torch.from_numpy(array).float()
-
-
 def read_conditions(flags: Sequence[Sequence[str]], count: int) -> dict[str, list[Any]]:
     """Read the values of `--condition NAME VALUE ...` by name: numbers, or the arrays of `.npy` files.
 
@@ -137,7 +126,7 @@ def encode_prompts(
     if generator.text_encoder is None:
         raise ConfigError(
             "the checkpoint has no text encoder, because its data set names none; embed the texts yourself and give "
-            "--text-embedding"
+            "--condition context FILE.npy"
         )
     from dit.encoders.text import load_text_encoders, texts_as_conditions
 
@@ -150,22 +139,6 @@ def telling_words(prompts: Sequence[str]) -> list[str]:
     """Remove articles and words that all prompts share, so that the rest fits above a small picture."""
     shared = set.intersection(*(set(prompt.split()) for prompt in prompts)) | {"a", "an"}
     return [" ".join(word for word in prompt.split() if word not in shared) or prompt for prompt in prompts]
-
-
-def read_texts(
-    args: argparse.Namespace,
-    prompts: Sequence[str],
-    generator: "Generator",
-    pictures: Optional[Sequence[Sequence["Image"]]],
-) -> tuple[dict[str, list[Tensor]], list[str]]:
-    """Return the conditions and the caption of each text, or of each requested embedding."""
-    if prompts:
-        return encode_prompts(generator, prompts, pictures), telling_words(prompts)
-    text = generator.config.model.condition("context")
-    if text is None or text.shape is None:
-        raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
-    contexts = [read_embedding(path, text.shape[0]) for path in args.text_embedding]
-    return {"context": contexts}, [Path(path).stem for path in args.text_embedding]
 
 
 def what_to_draw(
@@ -189,18 +162,21 @@ def what_to_draw(
     if args.prompts is not None:
         prompts = read_prompts(args.prompts)
     labels = args.labels
-    if labels is None and not (prompts or args.text_embedding) and generator.text_encoder:
+    contexts: list[str] = next((paths for name, *paths in args.condition if name == CONTEXT.name), [])
+    if labels is None and not (prompts or contexts) and generator.text_encoder:
         prompts = [Prompt(text) for text in generator.config.sampling.prompts or ()]
-    if args.negative_prompt is not None and not (prompts or args.text_embedding):
-        raise ConfigError("--negative-prompt needs --prompt or --text-embedding")
+    if args.negative_prompt is not None and not (prompts or contexts):
+        raise ConfigError("--negative-prompt needs --prompt or --condition context")
     conditions: dict[str, list[Any]] = {}
     records: list[dict[str, Any]]
-    count = len(prompts) or len(args.text_embedding or ())
+    count = len(prompts) or len(contexts)
     pictures = pictures_of_texts(references, generator.text_encoder, count)
-    if prompts or args.text_embedding:
-        texts, captions = read_texts(args, [prompt.prompt for prompt in prompts], generator, pictures)
-        conditions |= texts
-        records = [{"prompt": p.prompt} for p in prompts] or [{"text_embedding": path} for path in args.text_embedding]
+    if prompts:
+        texts = [prompt.prompt for prompt in prompts]
+        conditions |= encode_prompts(generator, texts, pictures)
+        captions, records = telling_words(texts), [{"prompt": text} for text in texts]
+    elif contexts and labels is None:
+        captions, records = [Path(path).stem for path in contexts], [{"context": path} for path in contexts]
     elif generator.config.model.condition("label") or labels is not None:
         names = names_of_classes(generator)
         most = len(names) if every_class else MAX_DEFAULT_CLASSES

@@ -33,7 +33,6 @@ RATES = ("samples_per_s", "mfu", "data_wait_share", "loader_samples_per_s", "ran
          "slowest_rank")  # fmt: skip
 """Scalars that depend on machines and layout, which may change between attempts."""
 SLOW = 1.2  # ratio to the median above which the slowest rank is named
-FRESH_S = 60.0  # largest age of the newest heartbeat of a running run, on a disk without locks
 
 
 @dataclass
@@ -68,13 +67,6 @@ class RunStatus:
         began = min(self.times.values(), default=0.0)
         saved = [step for step, published in self.checkpoints.items() if published >= began]
         return max([*self.times, *saved], default=0)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a process runs it: by the lock of the folder, or by heartbeats on a disk without locks."""
-        if self.running is None:
-            return self.beat is not None and self.now - self.beat <= FRESH_S
-        return self.running
 
     @property
     def seconds_per_step(self) -> Optional[float]:
@@ -196,9 +188,8 @@ def overview(folder: Path) -> list[str]:
 def _state(status: RunStatus, *, with_error: bool = True) -> str:
     outcome = read_outcome(status.run_dir)
     if status.running is None and (outcome is None or (status.beat or 0.0) > outcome.time):
-        beats = "no heartbeat" if status.beat is None else f"heartbeat {format_duration(status.now - status.beat)} ago"
-        likely = "it is running" if status.is_active else "it has ended"
-        return f"unknown, because this disk has no locks; according to its files {likely} ({beats})"
+        beat = "none" if status.beat is None else f"{format_duration(status.now - status.beat)} ago"
+        return f"unknown, because this disk has no locks; newest heartbeat: {beat}"
     if status.running:
         silent = f", last line {format_duration(status.now - max(status.times.values()))} ago" if status.times else ""
         return f"running ({status.holder}){silent}"
@@ -220,7 +211,7 @@ def _rate(status: RunStatus) -> str:
     parts = [] if seconds is None else [f"{seconds:.3g} s per step"]
     parts += [f"{median(rates):,.1f} samples/s"] if rates else []
     parts += [f"MFU {median(mfu):.1%}"] if mfu else []
-    if seconds is not None and status.is_active and status.num_steps and status.step < status.num_steps:
+    if seconds is not None and status.running and status.num_steps and status.step < status.num_steps:
         parts.append(f"ETA {format_duration(seconds * (status.num_steps - status.step))}")
     return ", ".join(parts) or "unknown yet"
 
@@ -239,18 +230,11 @@ def _loss(status: RunStatus) -> str:
     finite = [step for step in steps if math.isfinite(values[step])]
     num_bad = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
     note = f"; not finite in {num_bad} of the last {len(steps[-RECENT:])} lines" if num_bad else ""
-    text = f"{values[steps[-1]]:.4f}"
-    if not finite:
-        return text + note
-    span = max(1, min(RECENT, len(finite) // 2))
-    now = mean([values[step] for step in finite[-span:]])
-    text += f", mean of the last {span} {'finite ' if num_bad else ''}lines {now:.4f}"
-    if len(finite) < 2:
-        return text + note
-    before = mean([values[step] for step in finite[-2 * span : -span]])
-    change = (now - before) / abs(before) if before else 0.0
-    trend = "level" if abs(change) < 0.01 else "falling" if change < 0 else "rising"
-    return f"{text}, before them {before:.4f}: {trend}" + (f" {abs(change):.0%}" if trend != "level" else "") + note
+    text, span = f"{values[steps[-1]]:.4f}", max(1, min(RECENT, len(finite) // 2))
+    for name, part in (("mean of the last {} lines", finite[-span:]), ("of the {} before", finite[-2 * span : -span])):
+        if part:
+            text += f", {name.format(len(part))} {mean([values[step] for step in part]):.4f}"
+    return text + note
 
 
 def _held_out(status: RunStatus) -> str:

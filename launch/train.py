@@ -28,7 +28,6 @@ from dit.errors import (
     name_root_cause,
     on_a_screen,
 )
-from dit.ranges import check_path
 from dit.terminal import announce, echo, log_to_stderr
 from launch import cli, environment
 from recipes import registry
@@ -116,9 +115,7 @@ def _execute(options: cli.Options) -> int:
     import nemo_run as run
 
     if shows:
-        _check_run(task)
         echo(config_file.summary(task), flush=True)
-        _note_export(task)
     if not options.yes and input(f"Start {options.source}? [y/N] ").strip().lower() not in ("y", "yes"):
         return EXIT_OK
     _configure_logging(options.verbose)
@@ -139,49 +136,8 @@ def _check(options: cli.Options) -> None:
         )
     if options.factory:
         cli.check_factory(options.factory)
-        if "." not in options.factory.partition("(")[0]:  # a user's recipe may have other parts
-            cli.check_keys(options.overrides)
     if options.starts_training and not options.yes and not environment.can_ask():
         raise ConfigError("cannot ask for confirmation (no terminal, or several ranks); add --yes to start training")
-
-
-def _check_run(task: "run.Partial") -> None:
-    """Check a run before its settings are printed; an error leaves the record of a failed run."""
-    import fiddle
-
-    from dit.monitoring.exit_record import ExitRecord
-    from dit.monitoring.run_lock import RunLock
-    from dit.training.pretrain import pretrain
-    from launch import config_file
-
-    if fiddle.get_callable(task) is not pretrain:
-        return
-    config = config_file.built(task)
-    run_dir = config.training.run_dir
-    check_path("training.run_dir", run_dir)  # the lock and the exit record need the folder
-    if environment.world_size() == 1:  # with several ranks, `pretrain` raises the error on all of them
-        with RunLock(run_dir) as lock:
-            try:
-                lock.check()
-            except UserError:
-                with ExitRecord(run_dir, 0, lock.is_ours):
-                    raise
-    try:
-        config.check_here()
-    except UserError:
-        with RunLock(run_dir, environment.rank()) as lock, ExitRecord(run_dir, environment.rank(), lock.is_ours):
-            raise
-
-
-def _note_export(task: "run.Partial") -> None:
-    """Print before training that a model cannot be exported to diffusers."""
-    import fiddle
-
-    from dit.convert.diffusers_format import export_line
-
-    is_exportable, line = export_line(fiddle.build(task.model))
-    if not is_exportable:
-        echo(line, flush=True)
 
 
 def resolve(options: cli.Options) -> "run.Partial":

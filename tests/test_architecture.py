@@ -78,7 +78,7 @@ def imported_at_import(path: Path) -> set[str]:
     return {name for line, name in imports(path) if line in lines}
 
 
-IMPORTED_BY_TRAINING = {"dit", "torch", "megatron", "einops", "numpy", "rich", "safetensors", "yaml"}
+IMPORTED_BY_TRAINING = {"dit", "torch", "megatron", "einops", "numpy", "safetensors", "yaml"}
 """Packages that `dit.training.pretrain` may import; Megatron-Core imports einops and numpy, too."""
 
 

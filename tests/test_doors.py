@@ -61,7 +61,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "*.from_pretrained": ("dit/encoders/pretrained.py",),
     # Printers.
     "print": ("dit/terminal.py",),
-    "*.print": ("dit/monitoring/progress.py",),  # after `printable`
+    "*.print": (),
     "sys.write*": (),
     "traceback.print_*": ("dit/verify/ranks.py",),
     # `READERS`, and files that create files exclusively, open folders or flush to disk.

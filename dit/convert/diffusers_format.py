@@ -373,12 +373,12 @@ def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
     )
 
 
-def export_line(model: ModelConfig) -> tuple[bool, str]:
-    """Return whether diffusers has a class for a model of square pictures, and a line with its name or the reason."""
+def export_line(model: ModelConfig) -> str:
+    """Return the name of diffusers' class for a model of square pictures, or why there is none."""
     try:
         form = format_of_model(model)
         side = model.patch_spatial << 12  # a multiple of every halving
         form.write_settings(model.without_adapters(), (1, side, side))
     except ConfigError as error:
-        return False, f"no export to diffusers: {re.split(r' [(]|; ', str(error))[0]}"
-    return True, f"diffusers' {form.class_name}"
+        return f"no export to diffusers: {re.split(r' [(]|; ', str(error))[0]}"
+    return f"diffusers' {form.class_name}"

@@ -76,8 +76,7 @@ def append_attempt(path: Path, record: dict[str, Any]) -> None:
     attempts: list[Any] = []
     if path.exists():
         try:
-            content = parse_json(read_bytes(path, follow=False))
-            attempts = content if isinstance(content, list) else [content]  # older versions stored one attempt
+            attempts = list(parse_json(read_bytes(path, follow=False)))
         except (OSError, ValueError) as error:
             logger.warning("%s is damaged (%s); its entries of earlier attempts are lost", path, error)
     write_record(path, json.dumps([*attempts, record], indent=1) + "\n")

@@ -1,15 +1,10 @@
-"""Progress of a run: one live line on a terminal, plain lines in a log file."""
+"""Progress of a run on the console."""
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Optional, TextIO
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
-from dit.terminal import echo, printable
+from dit.terminal import echo
 
 SMOOTHING = 0.3  # weight of the newest interval in the moving average of seconds per step
 
@@ -55,7 +50,7 @@ def format_progress(step: int, num_steps: int, values: Mapping[str, float], rema
 
 
 class ConsoleProgress:
-    """Shows the progress of the run on rank 0: a live line on a terminal, else one plain line per call.
+    """Prints the progress of the run on rank 0, one line per call.
 
     Args:
         stream: where to write; standard output if None.
@@ -70,45 +65,22 @@ class ConsoleProgress:
     ) -> None:
         self.num_steps = num_steps
         self._clock = clock
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = stream
         self._seconds_per_step: Optional[float] = None
         self._last: Optional[tuple[int, float]] = None
-        self._live: Optional[Live] = None
         self.message(header)
-        if self._stream.isatty():
-            console = Console(file=self._stream)
-            # Without a refresh thread nothing is drawn during a step, and no lock is needed.
-            self._live = Live(Text(""), console=console, auto_refresh=False, redirect_stdout=False)
-            self._live.start()
 
     def start(self, step: int) -> None:
         """Start the clock after `step` steps, so that start-up does not count as training time."""
         self._last = (step, self._clock())
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a step; call once per logging interval, with host values."""
-        line = format_progress(step, self.num_steps, values, self._remaining_s(step))
-        if self._live is None:
-            self._print(line)
-        else:
-            self._live.update(Text(printable(line), no_wrap=True, overflow="ellipsis"), refresh=True)
+        """Print a step; call once per logging interval, with host values."""
+        self.message(format_progress(step, self.num_steps, values, self._remaining_s(step)))
 
     def message(self, text: str) -> None:
-        """Print a permanent line, above the live line if there is one."""
-        if self._live is None:
-            self._print(text)
-        else:
-            self._live.console.print(Text(printable(text)))
-
-    def close(self) -> None:
-        """Stop updating; the last line stays."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _print(self, line: str) -> None:
-        # Flushed, so that a job's log file can be followed.
-        echo(line, file=self._stream, flush=True)
+        """Print a line, flushed, so that a job's log file can be followed."""
+        echo(text, file=self._stream, flush=True)
 
     def _remaining_s(self, step: int) -> Optional[float]:
         now = self._clock()

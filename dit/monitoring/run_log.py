@@ -99,7 +99,6 @@ class RunLog:
         """Print the last two lines: the result of the run, and the command that samples from it."""
         if self._progress is None:
             return
-        self._progress.close()  # ends the live line
         training, run_dir = config.training, config.training.run_dir
         steps = state.step, training.num_steps
         self.message(how_it_went(Path(run_dir) / METRICS_FILE, *steps, seconds, training.stop_at_step))
@@ -116,8 +115,6 @@ class RunLog:
         self.message(f"draw from it: {trust}{command}")
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
         self._sinks.each(lambda sink: sink.close())
 
 

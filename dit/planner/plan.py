@@ -18,6 +18,7 @@ from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.pipeline import stages
 from dit.planner.job import Job
+from dit.planner.time import Cluster, StepTime, cost_of, step_time
 from dit.planner.trace import Trace, trace
 from dit.settings import TrainingConfig
 from dit.tracing.counter import StepTrace, combined
@@ -82,6 +83,27 @@ def plan(job: Job, dims: ParallelDims, *, tracer: Optional[Trace] = None) -> Pla
             for rank, parts in probes.items()
         }
     )
+
+
+def planned_step(plan: Plan, dims: ParallelDims, cluster: Cluster) -> StepTime:
+    """Return the time of a plan's step at full depth, that of its slowest pipeline rank.
+
+    The slowest rank is idle while the first micro-batch passes the ranks before it, and the last gradient returns
+    through them. The first and the last micro-batch also pass the ranks after it; meanwhile, it computes as many
+    micro-batches as there are such ranks. Interleaved chunks divide the idle time by their number.
+
+    Source: the 1F1B schedule; for equal stages Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    """
+    layout = cluster.parallel
+    pp, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    costs = {rank: cost_of(trace, dims.micro_batches, cluster) for rank, trace in plan.ranks.items()}
+    busy = {rank: step_time(cost, dims.micro_batches, cluster, waits=0.0) for rank, cost in costs.items()}
+    slowest = max(busy, key=lambda rank: busy[rank].total)
+    between = next((rank for rank in busy if 0 < rank < pp - 1), 0)
+    passes = [sum(busy.get(rank, busy[between]).passes) for rank in range(pp)]
+    after = passes[slowest + 1 :]
+    waits = sum(passes[:slowest]) + max(0.0, 2 * sum(after) - passes[slowest] * len(after))
+    return step_time(costs[slowest], dims.micro_batches, cluster, waits / chunks)
 
 
 def probing(job: Job, chunks: Sequence[Stage], probes: Sequence[Probe]) -> list[Job]:

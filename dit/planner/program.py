@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -83,21 +83,6 @@ class Phases(StepObserver):
         return marked
 
 
-@dataclass(frozen=True)
-class WorkPerStep:
-    """Work that a step does once, for any number of micro-batches: exchange of gradients and weights, update.
-
-    Attributes:
-        step: all of it.
-        forward: its part in the first forward pass.
-        update: its part in the update.
-    """
-
-    step: StepTrace
-    forward: StepTrace
-    update: StepTrace
-
-
 class Program:
     """Builds the model of a job on one rank and runs its steps.
 
@@ -108,7 +93,6 @@ class Program:
     def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter, *, late: bool = False) -> None:
         self.job, self.groups, self.counter, self.late = job, groups, counter, late
         self._previous: Optional[Step] = None
-        self._once: Optional[WorkPerStep] = None
         self._copy = PackCopy(local_device())
         self._packs = itertools.cycle(job.packs or [job.pack])
 
@@ -157,41 +141,18 @@ class Program:
         traced = job.micro_batches if job.in_full else min(job.micro_batches, steady.micro_batches)
         counter.begin()
         counter.trace.state_bytes = self._state_bytes
-        phases = self._step(traced, (0, *steady.calls))
+        phases = self._step(traced, steady.calls)
         step, calls = counter.trace, [call for call in steady.calls if call in phases.forwards]
         if calls:
-            step.parts["forward"] = forward = phases.forwards[calls[-1]]
+            step.parts["forward"] = phases.forwards[calls[-1]]
         if len(calls) < len(steady.calls):  # too few micro-batches to fill the pipeline
             return step
         unit = phases.marks[calls[1]].since(phases.marks[calls[0]])
         parts = {**step.parts, "micro-batch": combined([unit], [1 / steady.unit])}
         missing = (job.micro_batches - traced) / steady.unit
         counts = replace(step, parts={})
-        if job.parallel.pipeline_model_parallel_size == 1:
-            once = combined([counts, unit], [1, -traced])
-            self._once = WorkPerStep(once, phases.forwards[0].since(forward), step.parts["update"].copy())
         total = combined([counts, unit], [1, missing])
         return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes, parts=parts)
-
-    def run_with(self, job: Job) -> StepTrace:
-        """Trace a step with another pack after `run`, from one micro-batch if the work once per step is known.
-
-        The peak of one micro-batch lacks the pack of the micro-batch before.
-
-        Args:
-            job: differs from the earlier one only in its pack and in the micro-batches to trace.
-        """
-        self.job, self._packs, once = job, itertools.cycle([job.pack]), self._once
-        if once is None or not job.micro_batches:
-            return self._trace()
-        self.counter.begin()
-        phases = self._step(1, (0,))
-        step = self.counter.trace
-        unit, forward = step.since(once.step), phases.forwards[0].since(once.forward)
-        total = combined([once.step, unit], [1, job.micro_batches])
-        parts = {"forward": forward, "update": once.update.copy(), "micro-batch": unit}
-        total = replace(total, state_bytes=self._state_bytes, peak_bytes=step.peak_bytes, dq_bytes=step.dq_bytes)
-        return replace(total, parts=parts)
 
     def run_again(self) -> None:
         """Run another step after `run`."""

@@ -53,7 +53,7 @@ from dit.planner.time import (
     slowest_of,
     step_time,
 )
-from dit.planner.trace import Trace, TracerPool
+from dit.planner.trace import Trace, Tracer
 from dit.tracing.counter import PHASES, STATE, StepTrace, combined
 
 Numbers = npt.NDArray[np.float64]
@@ -321,7 +321,7 @@ class Prices:
 def price_layouts(
     problem: Problem,
     layouts: Sequence[tuple[Candidate, ParallelDims]],
-    tracers: TracerPool,
+    tracer: Tracer,
     begin: Callable[[Shape], None],
 ) -> tuple[list[Priced], list[Candidate]]:
     """Trace the stage shapes of candidates; return prices, and the candidates that are too slow to be traced.
@@ -350,7 +350,7 @@ def price_layouts(
                 slower.append(shape)
             else:
                 faster.append(shape)
-        traced = tracers.run(traced_costs, faster)
+        traced = tracer.for_each(traced_costs, faster)
         prices = Prices(problem, {**prices.traced, **traced})
         results += [prices.of(candidate, dims) for candidate, dims in layouts if candidate.shape in traced]
     return results, [candidate for candidate, _ in layouts if candidate.shape in slower]

@@ -272,7 +272,7 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     """Return the time of a step from the cost of one rank.
 
     Args:
-        waits: idle seconds from simulating the pipeline; None to use `bubble_passes`.
+        waits: idle seconds of a rank of a pipeline; None to use `bubble_passes`.
     """
     layout = cluster.parallel
     each = pass_parts(cost[MICRO_BATCH], cluster)

@@ -16,7 +16,7 @@ no memory. A dispatch mode counts every operation:
 Three kinds of values do not exist and are assumed. A number read by the host is 1000. A table received from another
 rank equals the one that this rank would have sent. All experts receive the same number of tokens.
 
-`Tracer` starts a separate process, because tracing changes torch.distributed, Megatron-Core's groups and caches.
+`Tracer` starts separate processes, because tracing changes torch.distributed, Megatron-Core's groups and caches.
 """
 
 import contextlib
@@ -24,14 +24,13 @@ import functools
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,18 +40,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dit import philox
 from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
-from dit.errors import UserError
 from dit.patches import patches, replaced
 from dit.philox import Words
 from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
-from dit.tracing.packs import PackShape
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
 
 if TYPE_CHECKING:
-    from dit.planner.program import Program
+    pass
 
 FEW_NUMBERS = 1 << 12
 """Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
@@ -61,99 +58,61 @@ Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
 
+Trace = Callable[[Sequence[Job]], list[StepTrace]]
+"""Returns the traces of steps."""
+
+
 class Tracer:
-    """A process that traces steps. A search uses one for all layouts, whose traces share cached results of operations.
+    """Processes that trace steps. A search uses them for all layouts, whose traces share cached results of operations.
 
     The calling process does not change.
     """
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
 
     def __enter__(self) -> "Tracer":
         # A fork has all modules imported already. CUDA and process groups do not survive a fork, so a process with
         # either starts a server without them.
         needs_server = is_started() or dist.is_initialized()
-        context: Any = multiprocessing.get_context("forkserver" if needs_server else "fork")
+        context = multiprocessing.get_context("forkserver" if needs_server else "fork")
         if needs_server:
             context.set_forkserver_preload([__name__, "dit.planner.program"])
-        self._pipe, other_end = context.Pipe()
-        inherited = None if needs_server else self._pipe
-        self._process = context.Process(target=_trace_process, args=(other_end, inherited), daemon=True)
-        self._process.start()
-        other_end.close()
+        self._pool = ProcessPoolExecutor(self.size, context, _begin_process)
+        self._pool.submit(int).result()  # starts all processes, before this one starts threads
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        self._process.join()
+        self._pool.shutdown(cancel_futures=True)
 
     def __call__(self, jobs: Sequence[Job]) -> list[StepTrace]:
         """Trace steps, one after another."""
         return self.run(trace_here, jobs)
 
     def run(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
-        """Return the results of a function of a module for each job, computed in the process."""
-        self._pipe.send((function, list(jobs)))
-        try:
-            result = self._pipe.recv()
-        except EOFError:
-            result = RuntimeError("the process that traces a step ended early; see its output above")
-        if isinstance(result, Exception):
-            raise result
-        return cast("list[Result]", result)
+        """Return the results of a function of a module for each job, computed in one process."""
+        return self._pool.submit(_results, function, list(jobs)).result()
 
+    def stored(self, jobs: Sequence[Job]) -> list[StepTrace]:
+        """Return the traces of steps; they are kept on disk, see `dit.planner.trace_cache`."""
+        traces = read_traces(jobs)
+        if traces is None:
+            traces = self(jobs)
+            write_traces(jobs, traces)
+        return traces
 
-Trace = Callable[[Sequence[Job]], list[StepTrace]]
-"""Returns the traces of steps."""
-
-
-class TracerPool:
-    """Processes that trace steps at the same time; traces are kept on disk, see `dit.planner.trace_cache`."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self._is_closed = size, False
-
-    def __enter__(self) -> "TracerPool":
-        self._stack, self._free = contextlib.ExitStack(), SimpleQueue[Tracer]()
-        for _ in range(self.size):
-            self._free.put(self._stack.enter_context(Tracer()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The last process ends first: it has copies of the pipes of the others, which a fork inherits.
-        self._stack.close()
-
-    def __call__(self, jobs: Sequence[Job]) -> list[StepTrace]:
-        """Trace steps, one after another; see `Tracer`."""
-        return self.run(lambda _, trace: trace(jobs), [""])[""]
-
-    def run(self, function: Callable[[Key, Trace], Result], keys: Iterable[Key]) -> dict[Key, Result]:
-        """Return the result of a function for each key; a process serves one call until it returns."""
-
-        def called(key: Key) -> Result:
-            tracer = self._free.get()
-            try:
-                return function(key, functools.partial(self._traced, tracer))
-            finally:
-                self._free.put(tracer)
-
+    def for_each(self, function: Callable[[Key, Trace], Result], keys: Iterable[Key]) -> dict[Key, Result]:
+        """Return the result of a function for each key; calls run at the same time."""
         with ThreadPoolExecutor(self.size) as threads:
-            calls = {key: threads.submit(called, key) for key in keys}
+            calls = {key: threads.submit(function, key, self.stored) for key in keys}
             try:
                 for call in as_completed(calls.values()):
                     call.result()  # raises the first error
             except BaseException:
-                self._is_closed = True
                 threads.shutdown(wait=False, cancel_futures=True)
+                self._pool.shutdown(wait=False, cancel_futures=True)  # other calls fail at their next trace
                 raise
             return {key: call.result() for key, call in calls.items()}
-
-    def _traced(self, tracer: Tracer, jobs: Sequence[Job]) -> list[StepTrace]:
-        if self._is_closed:
-            raise InterruptedError("another call failed, or was interrupted")
-        traces = read_traces(jobs)
-        if traces is None:
-            traces = tracer(jobs)
-            write_traces(jobs, traces)
-        return traces
 
 
 def trace(jobs: Sequence[Job]) -> list[StepTrace]:
@@ -162,42 +121,30 @@ def trace(jobs: Sequence[Job]) -> list[StepTrace]:
         return tracer(jobs)
 
 
-def _trace_process(pipe: Any, inherited: Any) -> None:
-    """Main function of the tracing process, which ends when the caller closes its end of the pipe.
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    wait([caller.sentinel])
+    os._exit(0)
 
-    Args:
-        inherited: the caller's end of the pipe, if the process has a copy of it.
-    """
-    if inherited is not None:
-        inherited.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller reports Ctrl-C and closes the pipe
+
+def _begin_process() -> None:
+    """Prepare a process of `Tracer`."""
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller reports Ctrl-C
     os.environ["DIT_DEVICE"] = "cpu"
     torch.set_num_threads(1)
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, which takes two seconds
-    rank = TracedRank()
-    while True:
-        try:
-            function, jobs = pipe.recv()
-        except EOFError:
-            rank.close()
-            return
-        try:
-            results = []
-            for job in jobs:
-                if function is not trace_here:
-                    rank.close()
-                results.append(rank.trace(job) if function is trace_here else function(job))
-            pipe.send(results)
-        except BrokenPipeError:  # the caller has ended
-            return
-        except Exception as error:
-            try:
-                pipe.send(error)
-            except Exception:  # it does not pickle
-                pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
-            if isinstance(error, UserError):
-                return
-            raise  # prints the traceback
+
+
+def _results(function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
+    """Return the results of a function for jobs in this process."""
+    rank = _rank_of_process()
+    if function is trace_here:
+        function = rank.trace  # type: ignore[assignment]
+    else:
+        rank.close()
+    return [function(job) for job in jobs]
 
 
 def trace_here(job: Job) -> StepTrace:
@@ -207,22 +154,16 @@ def trace_here(job: Job) -> StepTrace:
 
 
 class TracedRank:
-    """Traces jobs as one rank of a layout after another.
-
-    It keeps the models of the last layout: a job that differs from an earlier one only in its pack needs one
-    micro-batch, see `Program.run_with`.
-    """
+    """Traces jobs as one rank of a layout after another."""
 
     def __init__(self) -> None:
         self._rank: Any = None
         self._groups: Any = None
         self._stack = contextlib.ExitStack()
-        self._programs: dict[bytes, Program] = {}
 
     def close(self) -> None:
-        """Release the process groups and the models."""
+        """Release the process groups."""
         self._rank = None
-        self._programs.clear()
         self._stack.close()
         gc.collect()
         gc.freeze()  # a trace collects garbage, which must not scan modules and cached results
@@ -239,11 +180,7 @@ class TracedRank:
             self._stack.enter_context(fake_world(job.rank, job.world_size))
             self._groups = process_groups.initialize(job.parallel)
             self._stack.callback(process_groups.release)
-        key = pickle.dumps(replace(job, pack=PackShape(()), micro_batches=0, fills_caches=False))
-        program = None if job.in_full or job.packs or self._groups.pp.size() > 1 else self._programs.get(key)
-        is_new = program is None
-        if program is None:
-            program = self._programs[key] = Program(job, self._groups, StepCounter(self._groups))
+        program = Program(job, self._groups, StepCounter(self._groups))
         norms = fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
         counter, fakes = program.counter, _fake_tensors()
         with (
@@ -256,11 +193,16 @@ class TracedRank:
             fakes,
         ):
             with counter:
-                step = program.run() if is_new else program.run_with(job)
+                step = program.run()
             update = program.state.update
             if job.micro_batches and update.muon is not None:
                 muon.average(step, update.muon, update.shards, self._groups)
         return step
+
+
+@functools.cache
+def _rank_of_process() -> TracedRank:
+    return TracedRank()
 
 
 @functools.cache

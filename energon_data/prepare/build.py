@@ -71,7 +71,6 @@ class Sample:
 
     Attributes:
         origin: name of its file; all samples of a file belong to one split.
-        number: of a clip in its video, or in the part of it that is cut.
         parts: bytes by part name.
         repeats: number of reads in one pass over the training data; equal for all samples of a unit.
         reference_shapes: (C, T, H, W) of the pictures that it is edited from.
@@ -86,7 +85,6 @@ class Sample:
     latent: Moments = field(default_factory=Moments)
     repeats: int = 1
     reference_shapes: tuple[tuple[int, ...], ...] = ()
-    number: int = 0
 
 
 Raw = Source | tuple[str, SampleError]

@@ -58,5 +58,4 @@ def add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
     flag("--validation", type=float, default=validation, metavar="SHARE", help="held out (%(default)s)")
     flag("--samples-per-shard", type=int, default=1000, metavar="N", help="files of a shard (%(default)s)")
     flag("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(%(default)s)")
-    flag("--dry-run", action="store_true", help="print what would be written, from a few samples")
     flag("--force", action="store_true", help="replace an older data set, and start over")

@@ -1,4 +1,4 @@
-"""Console output of preparation: progress, summary, and the forecast of a dry run."""
+"""Console output of preparation: progress and summary."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ from dit.errors import ConfigError
 from dit.terminal import counted, echo, printable
 from energon_data.contents import Contents
 from energon_data.prepare.build import SKIPPED, Ranks, UnitRecord
-from energon_data.prepare.preparation import TRY_CLIPS, TRY_OUT, Preparation
+from energon_data.prepare.preparation import Preparation
 
 LINES_WITH_A_FILE = {
     "animated": "first frame of an animation",
@@ -25,12 +25,8 @@ LINES_WITH_A_FILE = {
 
 
 def make(preparation: Preparation, args: argparse.Namespace) -> None:
-    """Make a data set, or describe it with `--dry-run`; rank 0 prints."""
+    """Make a data set; rank 0 prints."""
     first = Ranks().is_first
-    if args.dry_run:
-        if first:
-            echo(_forecast(preparation))
-        return
     began = time.monotonic()
     total = _run_with_progress(preparation, args, visible=first)
     if first:
@@ -121,34 +117,4 @@ def _summary(preparation: Preparation, total: UnitRecord, seconds: float) -> str
         lines.append(f"  without a caption: {counts['without_caption']:,} of {num_samples:,}")
     if 0 < counts["labelled"] < num_samples:
         lines.append(f"  without a class: {num_samples - counts['labelled']:,} of {num_samples:,}")
-    return "\n".join(lines)
-
-
-def _forecast(preparation: Preparation) -> str:
-    """Describe the data set that would be made, from a few samples made in memory."""
-    samples, record = preparation.try_out()
-    lines = [f"{preparation.job.out}: nothing is written; found {counted(preparation.entries, preparation.entry)}"]
-    for sample in samples[:TRY_OUT]:
-        size = sum(map(len, sample.parts.values()))
-        caption = sample.metadata.get("caption", "no caption")
-        if (num_others := len(sample.metadata.get("captions", ())) - 1) > 0:
-            caption += f" (and {counted(num_others, 'other caption')})"
-        lines.append(
-            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {caption}"
-        )
-    tried = sum(sample.number == 0 for sample in samples) + len(record.skips) - len(preparation.skipped)
-    tried -= record.counts["partly_used"]  # skips, too
-    of_folder = {skip.reason for skip in preparation.skipped}
-    for reason, count in record.skipped.most_common():
-        share = "" if reason in of_folder else f" of the {tried} tried"
-        lines.append(f"  skipped, {reason}: {count:,}{share}; {record.examples[reason][0]}")
-    if samples and preparation.entry != "archive":
-        times = preparation.entries / tried
-        mebibytes = sum(sum(map(len, sample.parts.values())) for sample in samples) * times / 2**20
-        is_cut = samples[-1].number + 1 == TRY_CLIPS
-        about, part = ("at least", f", of the last one only {TRY_CLIPS} clips") if is_cut else ("about", "")
-        lines.append(
-            f"  {about} {counted(round(len(samples) * times), 'sample')}, {mebibytes:,.1f} MiB in all, estimated from "
-            f"{counted(tried, preparation.entry)}{part}"
-        )
     return "\n".join(lines)

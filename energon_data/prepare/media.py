@@ -97,7 +97,6 @@ class _Decoded:
     changes: Changes
     size_and_crop: list[int]
     references: Sequence[_Media] = ()
-    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class MakeSamples:
                 and all(frame.size == frame.info["size"] for frame in frames)
             )
             media = _Media(frames, self._stored(frames, fps, ("mp4", data) if untouched else None), frames[0])
-            yield replace(self._decoded_clip(f"{source.key}-{number:03d}", source, media, fps), number=number)
+            yield self._decoded_clip(f"{source.key}-{number:03d}", source, media, fps)
 
     def _decoded_clip(
         self, key: str, source: Source, media: _Media, fps: Optional[float], references: Sequence[_Media] = ()
@@ -241,7 +240,6 @@ class MakeSamples:
                 latent=main.moments,
                 repeats=clip.source.repeats,
                 reference_shapes=tuple(part.shape for part in references),
-                number=clip.number,
             )
 
     def _parts(self, media: list[_Media]) -> list[_Part]:

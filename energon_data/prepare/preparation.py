@@ -16,7 +16,7 @@ from dit.media import HEIC_IS_MISSING, PYAV_IS_MISSING, reads_heic, reads_videos
 from dit.terminal import counted
 from energon_data.media_files import HEIC, PICTURES, VIDEOS
 from energon_data.prepare.archives import list_tars, read_tar
-from energon_data.prepare.build import Job, Ranks, Raw, Sample, UnitRecord, build, finish
+from energon_data.prepare.build import Job, Ranks, Raw, UnitRecord, build, finish
 from energon_data.prepare.folders import Entry, list_folder
 from energon_data.prepare.lists import list_stamp
 from energon_data.prepare.media import MakeSamples, Options
@@ -31,8 +31,6 @@ EXTENSIONS = {
     "folder": PICTURES | VIDEOS,
     "webdataset": PICTURES | VIDEOS,
 }
-TRY_OUT = 8  # samples that a dry run prints
-TRY_CLIPS = 64  # of the last video, all clips up to this many show how many samples there will be
 
 
 def _sources_of_folder(
@@ -170,19 +168,6 @@ class Preparation:
             **({} if options.vae is None else {"vae": recorded_name(options.vae)}),
             "prepared": prepared,
         }
-
-    def try_out(self) -> tuple[list[Sample], UnitRecord]:
-        """Make the samples of a dry run in memory: a few, and up to `TRY_CLIPS` clips of the last video."""
-        record, samples = UnitRecord(skips=list(self.skipped)), list[Sample]()
-        for unit in self.units:
-            for sample in self.job.work(self.job.sources(unit), record):
-                if len(samples) >= TRY_OUT and sample.number == 0:
-                    return samples, record
-                samples.append(sample)
-                is_last = "fps" not in sample.metadata or sample.number + 1 == TRY_CLIPS  # a picture has no `fps`
-                if len(samples) >= TRY_OUT and is_last:
-                    return samples, record
-        return samples, record
 
 
 def _units_of_equal_repeats(entries: Sequence[Entry], samples_per_shard: int) -> list[list[Entry]]:

@@ -26,7 +26,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     short = {name: {"logging__tensorboard": False, "training__num_steps": steps[name]} for name in names}
     jobs = {name: training(recipe, folder / recipe, **short[name]) for name, recipe in names.items()}
     stages = [f"{name}={folder / run}" for name, run in (("base", "tiny_imagen"), ("sr", "tiny_imagen_sr"))]
-    asked = ["--text-embedding", folder / "words.npy", "--count", 2, "--steps", 2]
+    asked = ["--condition", "context", folder / "words.npy", "--count", 2, "--steps", 2]
     out = ["--out", folder / "x.png", "--save-latents", folder / "x.safetensors"]
     jobs["drawn"] = call(actions.draw, "--cascade", *stages, *asked, *out)
     alone = ["--checkpoint", folder / "tiny_imagen_sr", *asked, "--out", folder / "alone.png"]

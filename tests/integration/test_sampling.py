@@ -60,7 +60,7 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     show = {"training__sample_interval": 10, "sampling__num_steps": 4, "training__ema_decay": 0.5}
     jobs["text"] = call(actions.train, *mock(folder / "text", **learn, **show))
     jobs["text samples"] = Job(actions.sample, {"run_dir": folder / "text", "requests": list(TEXT_REQUESTS.values())})
-    draw = ["--checkpoint", folder / "text", "--text-embedding", folder / "words.npy", "--count", 2]
+    draw = ["--checkpoint", folder / "text", "--condition", "context", folder / "words.npy", "--count", 2]
     jobs["draw text"] = call(actions.draw, *draw, "--out", folder / "text.png")
     clips = {"optimizer__lr": 0.01, "training__num_steps": 10, "training__ema_decay": 0.5}
     clips |= {"logging__tensorboard": False, "sampling__num_steps": 4}

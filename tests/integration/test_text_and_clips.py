@@ -158,7 +158,7 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
     np.save(embedding, np.ones((3, 384), np.float32))
     for frames, name in ((1, "still"), (None, "clip"), (3, "odd")):
         words = [] if frames is None else ["--frames", str(frames)]
-        jobs[name] = draw(folder / "moving_1", folder / f"{name}.gif", "--text-embedding", str(embedding), *words)
+        jobs[name] = draw(folder / "moving_1", folder / f"{name}.gif", "--condition", "context", str(embedding), *words)
     return folder, run_jobs(folder / "world", jobs)
 
 

@@ -80,7 +80,7 @@ def skies(install: Callable[..., None], tmp_path: Path) -> Iterator[None]:
 def test_a_clone_takes_precedence_over_its_installed_copy(install: Callable[..., None]):
     """The installed copy may be an older revision."""
     install("megatron-dit", metrics="old = dit.errors:ConfigError")
-    assert {"letters", "letter_edits", "pictograms", "avatars"} == extensions.registered("metrics").keys()
+    assert {"letters", "letter_edits", "pictograms", "avatars", "sharpness"} == extensions.registered("metrics").keys()
     assert "letters" in extensions.load("preparations", {})
 
 

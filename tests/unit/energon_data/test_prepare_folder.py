@@ -16,9 +16,9 @@ from PIL import Image
 from small_data import read_batches
 
 from dit.data_api import BatchSpec
-from dit.errors import EXIT_DATA, EXIT_OK, ConfigError
+from dit.errors import EXIT_DATA, ConfigError
 from energon_data.dataset import EnergonData
-from energon_data.media_files import open_picture, sampled_frames, video_bytes
+from energon_data.media_files import open_picture, video_bytes
 from energon_data.prepare.build import CAPTIONS
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
@@ -33,7 +33,6 @@ from tests.unit.energon_data.preparations import (
     png,
     prepare,
     run,
-    samples,
     write_list,
     write_tar,
 )
@@ -78,52 +77,6 @@ def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, 
     write_list(source, [{"file_name": path.name} for path in sorted(source.glob("*.png"))])
     described(source, tmp_path / "all", command=command)
     assert "skipped" not in capsys.readouterr().out
-
-
-def test_a_dry_run_counts_files_prints_the_tried_samples_and_writes_no_file(tmp_path, capsys):
-    source = mixed(tmp_path / "in", videos=0)
-    write_list(source, [{"file_name": name} for name in ("p00.png", "p01.png")])
-    (source / "p00.png").write_bytes(b"")
-    assert run(source, tmp_path / "out", "--dry-run") == EXIT_OK
-    said = capsys.readouterr().out
-    assert "nothing is written; found 2 rows" in said
-    assert "3x1x16x32, pixels.png" in said
-    assert "MiB in all" in said
-    assert os.listdir(tmp_path) == ["in"]
-    assert "skipped, not_listed: 4; p02.png: not in metadata.jsonl" in said
-    assert "skipped, bad_image: 1 of the 2 tried; p00.png: the file is empty" in said
-
-
-def test_a_dry_run_counts_all_clips_of_the_tried_videos(tmp_path, capsys):
-    """Two equal videos of ten clips, one of which is tried; its first eight clips are printed."""
-    source = tmp_path / "in"
-    video = video_bytes([noise(64, 64, i) for i in range(20)], 8.0)
-    folder_of(source, {"a.mp4": video, "b.mp4": video})
-    words = ["--frames", "2", "--fps", "8"]
-    assert run(source, tmp_path / "out", *words, "--dry-run", command="videos") == EXIT_OK
-    said = capsys.readouterr().out
-    described(source, tmp_path / "out", *words, command="videos")
-    written = [raw for *_, raw in samples(tmp_path / "out")]
-    size = sum(len(data) for raw in written for name, data in raw.items() if name != "json")
-    assert len(written) == 20
-    assert said.count(" 3x2x64x64, ") == 8
-    assert f"about 20 samples, {size / 2**20:.1f} MiB in all, estimated from 1 file\n" in said
-
-
-def test_a_dry_run_of_a_long_video_decodes_its_beginning(tmp_path, capsys, monkeypatch):
-    decoded = []
-
-    def counted_frames(*args):
-        for frame in sampled_frames(*args):
-            decoded.append(frame[1])
-            yield frame
-
-    monkeypatch.setattr("energon_data.prepare.videos.sampled_frames", counted_frames)
-    source = folder_of(tmp_path / "in", {"a.mp4": video_bytes([noise(16, 16, i) for i in range(300)], 8.0)})
-    assert run(source, tmp_path / "out", "--frames", "2", "--dry-run", command="videos") == EXIT_OK
-    assert "at least 64 samples, " in (said := capsys.readouterr().out)
-    assert "estimated from 1 file, of the last one only 64 clips\n" in said
-    assert len(decoded) == 128
 
 
 def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):

@@ -266,16 +266,13 @@ def test_a_grid_of_many_classes_shows_evenly_spaced_classes():
     assert sample_requests.spread(26, 36) == list(range(26))
 
 
-def test_text_embeddings_of_the_model_width_are_passed_to_the_model(generator, tmp_path, capsys):
-    for name, shape in (("good", (5, 8)), ("bad", (5, 9))):
-        np.save(tmp_path / f"{name}.npy", np.ones(shape, dtype=np.float16))
-    assert draw(tmp_path, "--text-embedding", str(tmp_path / "good.npy")) == 2
-    assert "takes no text" in capsys.readouterr().err
+def test_text_embeddings_are_passed_to_the_model(generator, tmp_path):
     generator.context_size = 8
-    assert draw(tmp_path, "--text-embedding", str(tmp_path / "good.npy"), "--count", "2") == 0
-    assert [c.shape for c in generator.calls[-1]["context"]] == [(5, 8), (5, 8)]
-    assert draw(tmp_path, "--text-embedding", str(tmp_path / "bad.npy")) == 2
-    assert "[5, 9]" in capsys.readouterr().err
+    for name in ("one", "two"):
+        np.save(tmp_path / f"{name}.npy", np.ones((5, 8), dtype=np.float16))
+    files = [str(tmp_path / f"{name}.npy") for name in ("one", "two")]
+    assert draw(tmp_path, "--condition", "context", *files, "--count", "2") == 0
+    assert [c.shape for c in generator.calls[-1]["context"]] == [(5, 8)] * 4
 
 
 def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path, capsys):
@@ -283,7 +280,19 @@ def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path,
         np.save(tmp_path / f"{name}.npy", np.ones(shape, dtype=np.float16))
     text, pooled = (str(tmp_path / f"{name}.npy") for name in ("text", "pooled"))
     generator.context_size = 8
-    asked = ["--text-embedding", text, text, "--count", "2", "--condition", "pooled", pooled, "--condition", "level"]
+    asked = [
+        "--condition",
+        "context",
+        text,
+        text,
+        "--count",
+        "2",
+        "--condition",
+        "pooled",
+        pooled,
+        "--condition",
+        "level",
+    ]
     assert draw(tmp_path, *asked, "0.25", "1") == 0
     call = generator.calls[-1]
     assert [p.tolist() for p in call["pooled"]] == [[1.0] * 4] * 4
@@ -311,7 +320,7 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     assert "takes no text" in capsys.readouterr().err
     generator.context_size = 8
     assert draw(tmp_path, "--prompt", "a bold Q") == 2
-    assert "--text-embedding" in capsys.readouterr().err
+    assert "--condition context" in capsys.readouterr().err
     generator.text_encoder = "some encoder"
     assert draw(tmp_path, "--prompt", "a bold Q", "an R", "--count", "2", "--negative-prompt", "ugly") == 0
     assert set(asked) == {"some encoder"}
@@ -431,7 +440,7 @@ def test_a_clip_as_a_picture_has_a_row_of_frames(generator, tmp_path):
 def test_an_array_that_could_execute_code_is_refused(generator, tmp_path, capsys):
     generator.context_size = 8
     np.save(tmp_path / "evil.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    assert draw(tmp_path, "--text-embedding", str(tmp_path / "evil.npy")) == 2
+    assert draw(tmp_path, "--condition", "context", str(tmp_path / "evil.npy")) == 2
     assert "evil.npy" in capsys.readouterr().err
 
 

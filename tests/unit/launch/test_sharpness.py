@@ -16,8 +16,9 @@ from dit.evaluation.frechet import Gaussian, frechet_distance
 from dit.inference.cascade import Cascade
 from dit.inference.generator import Generator
 from energon_data.mock import MockData
+from examples.cascades import sharpness
 from examples.comparison import draw_samples
-from launch import evaluate, picture_scores, sharpness
+from launch import evaluate, picture_scores
 from launch.measurement import Measurement, Metric
 from tests.conftest import BuildModel
 from tests.unit.inference.test_cascade import BASE, LARGER, generator_of

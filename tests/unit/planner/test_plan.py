@@ -18,7 +18,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner import trace_cache
 from dit.planner.job import Job, steady_state
 from dit.planner.plan import plan
-from dit.planner.trace import Tracer, TracerPool, fused_rms_norm, trace, trace_here
+from dit.planner.trace import Tracer, fused_rms_norm, trace
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace
@@ -143,46 +143,6 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp(one_tracer):
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
 
-@pytest.mark.parametrize(
-    ("name", "data_parallel"),
-    [
-        *((name, "distributed_optimizer") for name in ("dit", "unet")),
-        ("dit", "fsdp"),
-        *(pytest.param(name, "distributed_optimizer", marks=pytest.mark.long) for name in ("dit_cross", "experts")),
-        pytest.param("flux", "distributed_optimizer", marks=pytest.mark.long),
-        pytest.param("flux", "fsdp", marks=pytest.mark.slow),
-        pytest.param("experts", "fsdp", marks=pytest.mark.slow),
-    ],
-)
-def test_one_micro_batch_of_another_pack_equals_a_complete_trace(one_tracer, name, data_parallel):
-    """A trace with one pack gives the work once per step; another pack needs one micro-batch of the same model.
-
-    In a complete step, the pack of the previous micro-batch is still in memory.
-    """
-    settings = FlowMatching(), OptimizerConfig(), ParallelConfig(data_parallel=data_parallel), TrainingConfig()
-    packs = [replace(pack, text_lengths=()) if name == "unet" else pack for pack in (PACK, LONGER)]
-    first, job = (Job(BACKBONES[name], *settings, pack, world_size=2, micro_batches=3) for pack in packs)
-    *_, step = one_tracer([first, replace(job, micro_batches=0), job])
-    (complete,) = one_tracer.run(from_scratch, [job])
-    nbytes = 40 * LONGER.layout().total_tokens
-    assert step.peak_bytes == pytest.approx(complete.peak_bytes, rel=2e-3, abs=nbytes)
-    assert step.dq_bytes == pytest.approx(complete.dq_bytes, abs=nbytes)
-    for part in complete.parts:
-        assert counts(step.parts[part]) == counts(complete.parts[part])
-    assert counts(step) == counts(complete)
-
-
-def from_scratch(job):
-    """Trace a job with a new model."""
-    return trace_here(job)
-
-
-def counts(step):
-    """Return the counts of a step that are not zero, without bytes of memory."""
-    products = {product: count for product, count in step.products.items() if count}
-    return replace(step, peak_bytes={}, dq_bytes=0, parts={}, products=products)
-
-
 def test_an_earlier_trace_does_not_change_the_result():
     """The second of two traces in one process need not fill the caches, and gives the same result."""
     parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig(), ParallelConfig(), TrainingConfig(), PACK
@@ -210,7 +170,7 @@ def test_one_process_traces_layouts_one_after_another_without_warnings(capfd: py
     with Tracer() as tracer:
         tracer([sharded])
         (second,) = tracer([split])
-        process = tracer._process
+        (process,) = tracer._pool._processes.values()
         assert process.is_alive()
     assert process.exitcode == 0
     (expected,) = trace([split])
@@ -241,8 +201,8 @@ def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_dis
         return trace([job(seed, 1)]) + trace([job(seed, 2), job(seed, 3)])
 
     def run(seeds):
-        with TracerPool(2) as tracers:
-            return tracers.run(request, seeds)
+        with Tracer(2) as tracer:
+            return tracer.for_each(request, seeds)
 
     results = run([1, 2, 3])
     assert list(results) == [1, 2, 3]
@@ -359,7 +319,8 @@ def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_ro
 
 def test_an_error_of_one_call_of_a_pool_ends_the_others(monkeypatch):
     failed, traced = threading.Event(), []
-    monkeypatch.setattr("dit.planner.trace.read_traces", lambda jobs: traced.append(jobs) or (failed.wait(1) and []))
+    monkeypatch.setattr("dit.planner.trace.read_traces", lambda jobs: traced.append(jobs) if failed.wait(1) else None)
+    monkeypatch.setattr("dit.planner.trace.write_traces", lambda *_: None)
 
     def call(key, trace):
         if key == 1:
@@ -369,6 +330,6 @@ def test_an_error_of_one_call_of_a_pool_ends_the_others(monkeypatch):
             trace([])
             time.sleep(0.01)
 
-    with TracerPool(2) as tracers, pytest.raises(ConfigError, match="of the second call"):
-        tracers.run(call, [0, 1])
+    with Tracer(2) as tracer, pytest.raises(ConfigError, match="of the second call"):
+        tracer.for_each(call, [0, 1])
     assert len(traced) < 500

@@ -15,11 +15,10 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.devices import H100, MEMORY_SHARE
 from dit.planner.job import Job
 from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, shapes
-from dit.planner.plan import plan
-from dit.planner.schedule import planned_step
+from dit.planner.plan import plan, planned_step
 from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged, price_layouts
 from dit.planner.time import MICRO_BATCH, ONCE, Cluster, Kind, step_time
-from dit.planner.trace import TracerPool
+from dit.planner.trace import Tracer
 from dit.run_config import RunConfig
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
@@ -78,13 +77,13 @@ def small(gpus=8):
 @pytest.fixture(scope="module")
 def tracers(tmp_path_factory):
     """Trace all costs of the module in one process, without known traces; another process traces the plans."""
-    with pytest.MonkeyPatch.context() as patch, TracerPool(1) as tracers:
+    with pytest.MonkeyPatch.context() as patch, Tracer() as tracers:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield tracers
 
 
 def traced_costs(tracers, task, shape, found=()):
-    return tracers.run(lambda shape, trace: costs(task, shape, trace, found), [shape])
+    return tracers.for_each(lambda shape, trace: costs(task, shape, trace, found), [shape])
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +210,7 @@ class SyntheticTracers:
     def __init__(self, seconds):
         self.seconds, self.traced = seconds, []
 
-    def run(self, function, shapes):
+    def for_each(self, function, shapes):
         self.traced += shapes
         return {shape: self.costs(shape) for shape in shapes}
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dit.backends.device import local_device
-from launch.held_out import redrawn
-from launch.measurement import Measurement
+from launch.held_out import add_arguments, redrawn
+from launch.measurement import Measurement, Metric
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
@@ -74,3 +74,10 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     ]
     about = {"pictures": int(count), "factor": bicubic.factor, "minimum": args.minimum}
     return Measurement(lines, about | record, [] if args.minimum is None else shortfalls(record, args.minimum))
+
+
+SHARPNESS = Metric(
+    "PSNR and gradient energy of enlarged held-out pictures, compared with bicubic interpolation",
+    measure,
+    add_arguments,
+)
