@@ -18,13 +18,11 @@ EP2 = {**DISTRIBUTED, "expert_model_parallel_size": 2}
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE = {"ddp1": DDP, "distributed1": DISTRIBUTED}
 TWO = {"ddp2": DDP, "distributed2": DISTRIBUTED, "overlapped2": OVERLAPPED, "fsdp2": FSDP}
-ONE_LAYER = {**SETTINGS, "model": {**SETTINGS["model"], "num_layers": 1}}
-"""One layer has every kind of parameter, and the interpreter is slow."""
 OFFLOADED = {"training": {**SETTINGS["training"], "ema_offload": True}}
 STEPS, SAVED_AT = 2, 1
 
 
-def case(parallel, precision, kernels, steps=STEPS, settings=ONE_LAYER, **options):
+def case(parallel, precision, kernels, steps=STEPS, settings=SETTINGS, **options):
     fixed = {"task": "tests.interpreted.update_worker:train", "parallel": parallel, "precision": precision}
     return {**fixed, "kernels": kernels, "steps": steps, "run_dir": "none", **settings, **options}
 
