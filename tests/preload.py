@@ -49,6 +49,7 @@ for name in (
 from dit.backends import init  # noqa: E402
 from dit.models.registry import BACKBONES  # noqa: E402
 from dit.monitoring import flops  # noqa: E402
+from dit.patches import installed_version  # noqa: E402
 from dit.tracing.forward import ForwardCost, ForwardFlops  # noqa: E402
 from dit.tracing.packs import PackShape  # noqa: E402
 
@@ -56,6 +57,8 @@ for paths in BACKBONES.values():
     for path in paths:
         import_module(f"dit.models.{path.partition(':')[0]}")
 
+for package in ("torch", "megatron-core", "megatron-energon"):
+    installed_version(package)
 COUNTS = Path(os.environ["COUNTED_OPERATIONS"])
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
+from dit.backends import process_groups
+from tests.interpreted import update_worker
 from tests.interpreted.formulas import ULP
 from tests.parallel.test_fsdp import assert_close
 from tests.parallel.test_optimizer import DDP, DISTRIBUTED, EXPERTS, FSDP, SETTINGS
@@ -16,14 +18,11 @@ EP2 = {**DISTRIBUTED, "expert_model_parallel_size": 2}
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE = {"ddp1": DDP, "distributed1": DISTRIBUTED}
 TWO = {"ddp2": DDP, "distributed2": DISTRIBUTED, "overlapped2": OVERLAPPED, "fsdp2": FSDP}
-ONE_LAYER = {**SETTINGS, "model": {**SETTINGS["model"], "num_layers": 1}}
-"""One layer has every kind of parameter, and the interpreter is slow."""
 OFFLOADED = {"training": {**SETTINGS["training"], "ema_offload": True}}
 STEPS, SAVED_AT = 2, 1
-CPU = {"timeout_s": 1800.0}
 
 
-def case(parallel, precision, kernels, steps=STEPS, settings=ONE_LAYER, **options):
+def case(parallel, precision, kernels, steps=STEPS, settings=SETTINGS, **options):
     fixed = {"task": "tests.interpreted.update_worker:train", "parallel": parallel, "precision": precision}
     return {**fixed, "kernels": kernels, "steps": steps, "run_dir": "none", **settings, **options}
 
@@ -38,8 +37,8 @@ def pairs(name, parallel, **options):
 
 
 @pytest.fixture(scope="module")
-def one_rank(request, tmp_path_factory):
-    """Runs with both updates on one rank, and runs that resume with the other update."""
+def one_rank(request, one_rank_world, tmp_path_factory):
+    """Runs with both updates in this process, and runs that resume with the other update."""
     folder = tmp_path_factory.mktemp("one")
     cases = {key: c for name, parallel in ONE.items() for key, c in pairs(name, parallel).items()}
     cases |= pairs("offloaded", DISTRIBUTED, **OFFLOADED)
@@ -50,7 +49,8 @@ def one_rank(request, tmp_path_factory):
         common = {"run_dir": folder / first}
         cases[first, "saved"] = case(DISTRIBUTED, "fp32", first, SAVED_AT, save=True, **common)
         cases[first, "resumed"] = case(DISTRIBUTED, "fp32", then, STEPS - SAVED_AT, **common)
-    return dict(zip(cases, run_world(1, list(cases.values()), folder / "world", **CPU)))
+    process_groups.release()  # each run builds its own
+    return {key: update_worker.train(case) for key, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def two_ranks(tmp_path_factory):
     """Runs with both updates on two ranks, also with experts, which have a separate optimizer."""
     cases = {key: c for name, parallel in TWO.items() for key, c in pairs(name, parallel).items()}
     cases |= pairs("experts", EP2, settings=EXPERTS)
-    return dict(zip(cases, run_world(2, list(cases.values()), tmp_path_factory.mktemp("two"), **CPU)))
+    return dict(zip(cases, run_world(2, list(cases.values()), tmp_path_factory.mktemp("two"), timeout_s=1800)))
 
 
 def assert_equal_runs(results, name, precision):

@@ -173,7 +173,7 @@ BACKBONES = {
     "dit": Row(recipe="tiny_dit", other={**SINCOS, "rope_axes": [2, 4, 2]}),
     "jit": Row(
         recipe="jit_b16_imagenet",
-        quick=("cp2", "pp2"),
+        quick=("cp2",),
         refused=("routing", "num_experts", "wide_head", "value_residual"),
         other={"patch_spatial": 8, "rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {**needs, "class_tokens": None} for name, needs in REQUIRES.items() if "moe" in name},
@@ -181,7 +181,6 @@ BACKBONES = {
     ),
     "rit": Row(
         recipe="rit_xl_imagenet",
-        quick=("tp2_sp",),
         refused=("routing", "num_experts", "wide_head", "value_residual", *MOE),
         other=STRETCHED,
         requires={name: {} for name in MOE},
@@ -190,7 +189,6 @@ BACKBONES = {
     ),
     "reg": Row(
         recipe="tiny_reg",
-        quick=("fsdp2",),
         refused=("num_experts", "wide_head", *MOE),
         other={**SINCOS, "rope_axes": [2, 4, 2]},
         requires={name: {} for name in MOE},
@@ -198,7 +196,6 @@ BACKBONES = {
     ),
     "sr_dit": Row(
         recipe="sr_dit_b1_imagenet",
-        quick=("cp2",),
         refused=("class_tokens", "num_experts", "wide_head", *MOE),
         other=STRETCHED,
         requires={name: {} for name in MOE},

@@ -174,7 +174,7 @@ OBJECTIVES = {
     "plain mean flow": MeanFlow(instant_share=0.0, difference=0.1),
 }
 """Objectives by model; the others train by plain flow matching."""
-TWO_STEPS = ("dit", "deep dit", "expert choice", "moviegen experts", "moviegen top k", "adapted linears")
+TWO_STEPS = ("deep dit", "expert choice", "moviegen experts", "moviegen top k", "adapted linears")
 """Models that train a second step, with weights that the layout gathered after the first; the others train one."""
 
 
@@ -184,11 +184,9 @@ def on(ranks: int, models: str, *layouts: str) -> list[Row]:
 
 
 QUICK = [
-    *on(1, "deep dit", "fsdp"),
-    *on(2, "dit", "ddp", "overlap gather", "tp2", "tp2 sp", "tp2 sp overlapped"),
-    *on(2, "dit", "cp2", "cp2 all_gather balanced", "cp2 a2a balanced"),
-    *on(2, "deep dit", "pp2 ddp", "pp2 vpp2", "fsdp"),
-    *on(2, "cross, moviegen", "tp2 sp"),
+    *on(2, "dit", "tp2", "tp2 sp", "tp2 sp overlapped", "cp2", "cp2 all_gather balanced", "cp2 a2a balanced"),
+    *on(2, "deep dit", "overlap gather", "pp2 ddp", "pp2 vpp2"),
+    *on(2, "cross", "tp2 sp"),
     *on(2, "expert choice", "tp2 ep2 sp"),
     *on(2, "top k", "cp2 ep2"),
     *on(2, "expert choice", "ep2 overlap gather dense"),
@@ -196,25 +194,28 @@ QUICK = [
     *on(2, "contrastive", "cp2 balanced"),
     *on(2, "mean flow", "cp2"),
     *on(2, "adapted last", "pp2"),
-    *on(2, "adapted cross", "tp2 sp"),
     *on(2, "adapted unet", "fsdp dense"),
     # Parameters have zero gradients on a rank without tokens, because overlapped reductions and FSDP wait for all.
     *on(2, "small flux", "cp2 ddp overlap one_token"),
     *on(2, "cross", "cp2 fsdp one_token"),
-    *on(4, "dit", "tp2 cp2 sp balanced", "cp4 two_level"),
+    *on(4, "dit", "tp2 cp2 sp balanced"),
     *on(4, "deep dit", "tp2 pp2 sp", "pp2 fsdp"),
     *on(4, "large embedders", "pp2 uneven"),
     *on(4, "expert choice", "hybrid"),
 ]
 SLOW = [
+    *on(1, "deep dit", "fsdp"),
+    *on(2, "deep dit", "fsdp", "ddp"),
+    *on(2, "moviegen, adapted cross", "tp2 sp"),
+    *on(4, "dit", "cp4 two_level"),
     *on(2, "deep dit", "pp2 uneven"),
     *on(2, "cross", "tp2 sp overlapped"),
     *on(2, "sincos wan, contrastive", "tp2 sp"),
     *on(2, "expert choice", "cp2 ep2"),
     *on(2, "top k", "tp2 ep2 sp"),
     *on(2, "moviegen", "cp2 ddp overlap one_token"),
-    *on(2, "dit", "distributed", "ddp dense", "cp2 all_gather balanced dense"),
-    *on(2, "deep dit", "pp2 vpp2 dense", "fsdp dense", "fsdp optim_grads"),
+    *on(2, "dit", "cp2 all_gather balanced dense"),
+    *on(2, "deep dit", "distributed", "ddp dense", "pp2 vpp2 dense", "fsdp dense", "fsdp optim_grads"),
     *on(2, "cross", "tp2", "cp2 overlap gather one_token"),
     *on(2, "rotary cross, moviegen, rotary dit, sincos wan", "cp2"),
     *on(2, "rotary dit", "tp2 sp"),

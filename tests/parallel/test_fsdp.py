@@ -51,7 +51,8 @@ def results(request, tmp_path_factory):
         return {"task": "tests.parallel.fsdp_worker:gradients", "backbone": backbone, "parallel": parallel}
 
     def shards(parallel):
-        return {"task": "tests.parallel.fsdp_worker:shards_and_traffic", "parallel": parallel, "packed": True}
+        case = {"parallel": parallel, "packed": True, "model": {"num_layers": 2}}
+        return {"task": "tests.parallel.fsdp_worker:shards_and_traffic", **case}
 
     kinds = {kind: {**FSDP, "fsdp_sharding": kind} for kind in SHARDINGS}
     more = {
@@ -154,7 +155,7 @@ def test_gradients_of_a_model_with_frozen_parameters_are_reduced(results, kind):
     assert_close(many["gradients"], one["gradients"], SUM_RTOL)
 
 
-@pytest.mark.parametrize(RUN_ROW, rows([("fsdp2",), ("hybrid2x2",), ("pp2_fsdp2",)], lambda name: name != "pp2_fsdp2"))
+@pytest.mark.parametrize(RUN_ROW, rows([("fsdp2",), ("hybrid2x2",), ("pp2_fsdp2",)], lambda name: name == "fsdp2"))
 def test_an_fsdp_run_equals_a_distributed_optimizer_run(results, run_name):
     """Weights, average, moments, held-out loss and samples agree."""
     fsdp, other = results[f"run_{run_name}"], results["run_distributed2"]
@@ -202,7 +203,7 @@ RESUMED = {
     "fsdp2_to_pp2_fsdp2": "run_fsdp2",
     "pp2_fsdp2_to_ddp1": "run_pp2_fsdp2",
 }
-QUICK_RESUMED = ("fsdp2_to_distributed2", "distributed2_to_fsdp2_optim", "hybrid2x2_to_ddp1")
+QUICK_RESUMED = ("fsdp2_to_distributed2", "distributed2_to_fsdp2_optim")
 RESUMED_CASES = rows(RESUMED.items(), lambda name, saved: name in QUICK_RESUMED)
 
 

@@ -47,7 +47,7 @@ def results(request, tmp_path_factory):
     chosen, faults = selected(request, ROW) | selected(request, HALF_ROW), {}
     if others_selected(request, ROW, HALF_ROW):
         faults = FAULTS
-        chosen |= {row for row, _ in FAULTS.values()}
+        chosen |= {of_one_rank(row) for row, _ in FAULTS.values()}
         chosen |= {(model, 1, "ddp") for model in (*TRAINED, "dit", "contrastive", "cosine")}
     chosen |= {of_one_rank(row) for row in (*chosen, *map(in_fp32, chosen))}
     cases = {row: case_of(row) for row in sorted(chosen)}

@@ -41,7 +41,8 @@ def results(request, tmp_path_factory):
         training = {name: value for name, value in {**TRAINING, **changes}.items() if name not in dynamic}
         task = f"tests.parallel.loss_scale_worker:{options.pop('task', 'train')}"
         shared = {"task": task, "parallel": parallel, "precision": "fp16", "run_dir": folder / run_dir}
-        return {**shared, "training": training, "steps": steps, **options}
+        model = {"num_layers": parallel.get("pipeline_model_parallel_size", 1), **options.pop("model", {})}
+        return {**shared, "model": model, "training": training, "steps": steps, **options}
 
     worlds = {1: {}}
     for size, layouts in {2: KINDS, 4: {"hybrid": HYBRID}}.items():

@@ -37,7 +37,7 @@ class ShortCycle(TorchOneCycle):
 
 SETTINGS = {
     # Norms of queries and keys start as ones, so decaying them would show; eps is as large as the gradients.
-    "model": {"qk_layernorm": True},
+    "model": {"qk_layernorm": True, "num_layers": 1},
     "optimizer": {"lr": 2e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.5, "clip_grad": 0.6},
     # Learning rate and beta1 rise and fall.
     "schedule": ShortCycle(),
@@ -45,7 +45,8 @@ SETTINGS = {
 }
 SETTINGS["training"]["ema_sigma_rel"] = [0.1, 0.25]
 OFFLOADED = {**SETTINGS, "optimizer": {**SETTINGS["optimizer"], "offload": True}}
-EXPERTS = {**SETTINGS, "model": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}}
+MIXTURE = {"num_layers": 1, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+EXPERTS = {**SETTINGS, "model": MIXTURE}
 # Sums over ranks have another order, which changes the rounding of one bf16 weight in ten thousand.
 RTOL = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 

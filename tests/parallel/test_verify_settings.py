@@ -128,9 +128,9 @@ SETTINGS: dict[str, tuple[str, Optional[str], str]] = {
 
 
 def pair_with(precision: str, other: Optional[str]) -> Pair:
-    """Return the pair of `pretrain_7b` with this precision, and with offloads or Muon, averages and recompute."""
+    """Return the pair of `tiny_dit` with this precision, and with offloads or Muon, averages and recompute."""
     layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
-    config = replace(built(call_recipe("pretrain_7b")), parallel=layout)
+    config = replace(built(call_recipe("tiny_dit")), parallel=layout)
     training = replace(config.training, precision=precision, ema_offload=other == "offload")
     optimizer = replace(config.optimizer, offload=other == "offload")
     if other == "muon":

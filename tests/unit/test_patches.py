@@ -17,7 +17,7 @@ from tests.support import patches_page
 )
 def test_a_patch_refuses_versions_that_it_was_not_written_for(monkeypatch, installed, accepted):
     """The call raises an error, not the import; it has both versions and the command that installs a supported one."""
-    monkeypatch.setattr(patches, "version", lambda package: {"megatron-core": installed}[package])
+    monkeypatch.setattr(patches, "installed_version", lambda package: {"megatron-core": installed}[package])
     monkeypatch.setattr(patches, "check_version", patches.check_version.__wrapped__)
 
     @patches.patches("megatron-core 0.16-0.17", "core/some.py: name", why="a reason")

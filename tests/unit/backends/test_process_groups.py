@@ -1,7 +1,7 @@
 """Number of ranks with and without a launcher, GPUs of ranks, and signals while ranks connect."""
 
 import os
-import subprocess
+import signal
 import sys
 
 import pytest
@@ -9,8 +9,7 @@ import pytest
 from dit.backends import process_groups
 from dit.backends.process_groups import world_size_from_environment
 from dit.errors import ConfigError
-from dit.verify.ranks import free_port
-from tests.support.repository import REPOSITORY
+from dit.verify.ranks import FORKS, free_port
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 
@@ -57,13 +56,12 @@ def test_a_launcher_may_show_one_gpu_to_each_rank(gpus, visible, monkeypatch):
     process_groups.check_gpus(local_ranks=8)
 
 
-CONNECT = """
-import signal, sys
-from dit.backends import process_groups
-signal.signal(signal.SIGALRM, lambda *_: sys.exit(75))
-signal.setitimer(signal.ITIMER_REAL, 0.5)
-process_groups.connect(timeout_s=100)
-"""
+def connect_until_a_signal(environ: dict[str, str]) -> None:
+    """Connect to ranks that do not respond; the process ends with 75 at the signal."""
+    os.environ |= environ
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(75))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    process_groups.connect(timeout_s=100)
 
 
 def test_a_signal_ends_a_rank_that_waits_for_its_peers():
@@ -72,10 +70,13 @@ def test_a_signal_ends_a_rank_that_waits_for_its_peers():
     for rank in (0, 1):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DIT_DEVICE": "cpu"}
-        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **world, **address}
-        processes.append(subprocess.Popen([sys.executable, "-c", CONNECT], env=environ))
+        processes.append(FORKS.Process(target=connect_until_a_signal, args=(world | address,)))
     try:
-        assert [process.wait(60) for process in processes] == [75, 75]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [75, 75]
     finally:
         for process in processes:
             process.kill()

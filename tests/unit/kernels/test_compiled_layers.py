@@ -83,7 +83,6 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("dit", ["dense"]),
         pytest.param("dit_cross", ["padded"], marks=pytest.mark.slow),
         *(pytest.param(name, ["padded"], marks=pytest.mark.long) for name in BACKBONES if "dit" not in name),
         pytest.param("dit", PACKS, marks=pytest.mark.slow),
@@ -184,7 +183,7 @@ def test_a_compiled_layer_saves_less_under_selective_recompute(
 def test_recomputed_layers_have_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, recompute: str
 ) -> None:
-    model = replace(config_of("dit_cross"), num_layers=1)
+    model = replace(config_of("dit"), num_layers=1)
     eager = network_of(model, one_rank_world)
     network = network_of(model, one_rank_world, kernels="compile", recompute=recompute)
     batch = batch_of(model, "padded")

@@ -131,7 +131,12 @@ def test_a_plan_counts_one_moment_and_the_operations(one_tracer, data_parallel):
 
 @pytest.mark.parametrize(
     ("data_parallel", "tensor", "least", "most"),
-    [("ddp", 1, 3, 3), ("distributed_optimizer", 1, 0, 1), ("fsdp", 1, 0, 1), ("distributed_optimizer", 2, 1, 2)],
+    [
+        ("ddp", 1, 3, 3),
+        pytest.param("distributed_optimizer", 1, 0, 1, marks=pytest.mark.slow),
+        pytest.param("fsdp", 1, 0, 1, marks=pytest.mark.slow),
+        ("distributed_optimizer", 2, 1, 2),
+    ],
 )
 def test_a_plan_counts_each_matrix_once_and_its_exchange(one_tracer, data_parallel, tensor, least, most):
     """Four ranks have the operations of one; replicas send three copies, other ranks the parts that the owner lacks.

@@ -120,7 +120,7 @@ def test_a_step_does_not_wait(
 
 def test_the_loop_adds_no_wait_to_a_step(tmp_path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch):
     """Requests to stop are sent with the loss; separately, ranks only agree before the first step and after a save."""
-    config = letters(tmp_path, "training.num_steps=4")
+    config = letters(tmp_path, "training.num_steps=4", "model.num_layers=1")
     dims, spec = config.check_here()
     run = Run(config, dims, spec, one_rank_world, quiet=True)
     agreed: list[int] = []
@@ -135,7 +135,7 @@ def test_the_loop_adds_no_wait_to_a_step(tmp_path, one_rank_world: ProcessGroups
 
 def test_a_request_to_stop_ends_the_run_after_its_step(tmp_path, one_rank_world: ProcessGroups):
     """The signal arrives in the forward pass of step 2."""
-    config = letters(tmp_path, "training.num_steps=4")
+    config = letters(tmp_path, "training.num_steps=4", "model.num_layers=1")
     dims, spec = config.check_here()
     run = Run(config, dims, spec, one_rank_world, quiet=True)
     asked, record = SimpleNamespace(signal_name="SIGTERM", requested=False), SimpleNamespace(step=0)
@@ -154,10 +154,10 @@ def test_a_request_to_stop_ends_the_run_after_its_step(tmp_path, one_rank_world:
     ("recipe", "packs", "kernels", "precision"),
     [
         ("tiny_dit", "packed", "triton", "fp16"),
-        ("pretrain_7b", "packed, CP 2", "triton", "bf16"),
+        pytest.param("pretrain_7b", "packed, CP 2", "triton", "bf16", marks=pytest.mark.slow),
         ("flux_12b", "packed", "eager", "bf16"),
         ("pretrain_stdit_xl", "packed, CP 2", "eager", "bf16"),
-        ("tiny_ldm_unet", "dense", "eager", "bf16"),
+        pytest.param("tiny_ldm_unet", "dense", "eager", "bf16", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_of_a_gpu_does_not_wait(recipe: str, packs: str, kernels: Any, precision: Any):

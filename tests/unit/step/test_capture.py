@@ -14,6 +14,7 @@ from benchmarks.host import wait_job
 from benchmarks.waits import META, meta_device
 from dit.backends import process_groups
 from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost, UsedMemory
+from dit.backends.process_groups import ProcessGroups
 from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima
@@ -70,6 +71,13 @@ def test_each_difference_is_detected() -> None:
             assert differences(first, step(**change)), change
 
 
+def built_program(job: Job, groups: ProcessGroups, recorder: SequenceRecorder) -> Program:
+    """Build the model of a job and its optimizer, without a step."""
+    program = Program(replace(job, micro_batches=0, fills_caches=False), groups, recorder)
+    program.run()
+    return program
+
+
 def passes_here(job: Job) -> list[Any]:
     """Return the operations of the passes of some steps, with the copies between host and device and the waits in them.
 
@@ -80,8 +88,7 @@ def passes_here(job: Job) -> list[Any]:
         groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
         try:
             with meta_device(recorder):
-                program = Program(job, groups, recorder, late=True)
-                program.run()
+                program = built_program(job, groups, recorder)
                 packs, step = [program._batch(), program._batch()], torch.zeros((), dtype=torch.int64, device=META)
                 forward_step = training_forward_step(job.objective, job.model, job.training.seed, 0, program.mix)
                 for number in range(WARM_UP + 2):  # of the same packs
@@ -120,8 +127,7 @@ def updates_here(job: Job) -> list[Any]:
         groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
         try:
             with meta_device(recorder):
-                program = Program(job, groups, recorder, late=True)
-                program.run()
+                program = built_program(job, groups, recorder)
                 optimizer, wrapped = program.state.optimizer, program.state.wrapped
                 shards = master_shards(optimizer, [chunk.module for chunk in wrapped], job.optimizer)
                 numbers_of, of_update = RecordedRuns(recorder), RecordedRuns(recorder)
@@ -165,8 +171,7 @@ def passes_of_packs_here(job: Job) -> list[Any]:
                 mock.patch("dit.step.cuda_graph.passes", recorded_passes),
                 mock.patch("dit.backends.graphs.WARM_UP", 99),
             ):
-                program = Program(job, groups, recorder, late=True)
-                program.run()
+                program = built_program(job, groups, recorder)
                 wrapped, schedule = program.state.wrapped, GraphedSchedule()
                 for number in range(WARM_UP + STEPS):
                     shapes = itertools.islice(program._packs, 2)
@@ -222,7 +227,7 @@ def test_a_table_is_not_in_the_memory_of_its_graph() -> None:
     ("recipe", "kernels", "parallel"),
     [
         ("tiny_dit", "eager", ParallelConfig()),
-        ("tiny_dit", "triton", ParallelConfig()),
+        pytest.param("tiny_dit", "triton", ParallelConfig(), marks=pytest.mark.slow),
         ("tiny_dit", "triton", TP2_SP),
         pytest.param("flux_12b", "triton", ParallelConfig(), marks=pytest.mark.slow),
         pytest.param("flux_12b", "triton", TP2_SP, marks=pytest.mark.slow),
@@ -241,17 +246,17 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(
 @pytest.mark.parametrize(
     ("recipe", "kernels", "parallel"),
     [
-        ("tiny_dit", "eager", ParallelConfig()),
+        pytest.param("tiny_dit", "eager", ParallelConfig(), marks=pytest.mark.slow),
         pytest.param("pretrain_7b", "triton", TP2, marks=pytest.mark.long),
         ("pretrain_7b", "triton", TP2_SP),
-        ("pretrain_7b", "triton", ULYSSES),
+        pytest.param("pretrain_7b", "triton", ULYSSES, marks=pytest.mark.slow),
         ("pretrain_7b", "triton", RING),
         pytest.param("flux_12b", "triton", RING, marks=pytest.mark.slow),
         pytest.param("flux_12b", "triton", ParallelConfig(), marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2, marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2_SP, marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", ULYSSES, marks=pytest.mark.slow),
-        ("tiny_sana", "triton", ParallelConfig()),
+        pytest.param("tiny_sana", "triton", ParallelConfig(), marks=pytest.mark.slow),
         pytest.param("tiny_sana", "triton", ULYSSES, marks=pytest.mark.long),
         ("tiny_stdit", "triton", ULYSSES),
         pytest.param("qwen_image_1024", "triton", TP2_SP, marks=pytest.mark.long),

@@ -139,9 +139,12 @@ def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("tiny_dit", "data.text_tokens=1"),
         ("tiny_dit", "data.text_tokens=1", *FP16),
-        ("tiny_ldm_unet", "data.text_tokens=1"),
         ("tiny_dit_pack", "objective=contrastive_flow_matching"),  # `of_full_pack` adds an entry
-        *((recipe,) for recipe in PACKS[:2]),
+        (PACKS[0],),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (("tiny_ldm_unet", "data.text_tokens=1"), PACKS[1:2])
+        ),
         *(
             pytest.param(words, marks=pytest.mark.long)
             for words in (
@@ -253,7 +256,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def replay_on_a_rank(case: dict[str, Any]) -> list[Any]:
     """Return the results of eager and of replayed steps on packs."""
-    words = "tiny_dit_pack", *(f"parallel.{name}={value}" for name, value in case["parallel"].items())
+    parallel = (f"parallel.{name}={value}" for name, value in case["parallel"].items())
+    words = "tiny_dit_pack", "model.num_layers=1", *parallel
     groups = process_groups.initialize(ParallelConfig(**case["parallel"]))
     try:
         with mock.patch.object(philox, "ten_rounds", philox._rounds):
