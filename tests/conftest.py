@@ -37,8 +37,12 @@ DRAW = lru_cache(maxsize=4096)(init.draw)
 
 
 def pytest_collection_finish() -> None:
-    """Exempt modules and collected tests from garbage collections, which would scan millions of objects."""
+    """Exempt modules and collected tests from garbage collections, and make these rare.
+
+    Without frozen objects, few new ones start a full collection: by default these take a tenth of the time of tests.
+    """
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 

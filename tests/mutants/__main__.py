@@ -6,9 +6,9 @@ results in `results.tsv` and writes the pages about them; alone, it runs no muta
 """
 
 import argparse
-import ast
 import functools
 import hashlib
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -58,7 +58,7 @@ def row(mutant: Mutant, verdict: Verdict) -> str:
 
 
 def exists(test: str) -> bool:
-    """Return whether a file under `tests` exists and defines the class or function that `::` names.
+    """Return whether a file under `tests` exists and defines the classes and functions that `::` names.
 
     Commands of `launch.verify` always exist. Parameters in brackets are ignored.
     """
@@ -66,20 +66,13 @@ def exists(test: str) -> bool:
         return True
     file, *names = test.partition("[")[0].split("::")
     path = ROOT / "tests" / file
-    if not path.is_file():
-        return False
-    body = _body(path)
-    for name in names:
-        definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
-        if not definitions:
-            return False
-        body = definitions[0].body
-    return True
+    return path.is_file() and set(names) <= _definitions(path)
 
 
 @functools.cache
-def _body(path: Path) -> list[ast.stmt]:
-    return ast.parse(path.read_text()).body
+def _definitions(path: Path) -> set[str]:
+    """Return the names of all classes and functions in a file."""
+    return set(re.findall(r"^ *(?:async def|def|class) (\w+)", path.read_text(), re.MULTILINE))
 
 
 def arguments_of(seen_by: str, mutant: Mutant) -> list[str]:

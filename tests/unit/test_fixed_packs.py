@@ -158,13 +158,14 @@ def replay_on_a_rank(case: dict[str, Any]) -> list[list[str]]:
 
 
 FEW = ("dit", "dit_cross", "flux")
-"""Backbones of the quick tests of layouts whose tables differ little from those of `sequence` and `context`."""
+"""Backbones of the quick tests of layouts whose tables differ little from those of `sequence`."""
 
 
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        *(pytest.param(x, FIXING if x in ("sequence", "context") else FEW, id=x) for x in LAYOUTS),
+        *(pytest.param(x, FIXING if x == "sequence" else FEW, id=x) for x in LAYOUTS),
+        pytest.param("context", {*FIXING} - {*FEW}, id="context, others", marks=pytest.mark.slow),
         *(
             pytest.param(x, {*FIXING} - {*FEW, *refused}, id=f"{x}, others", marks=pytest.mark.long)
             for x, *refused in (("context balanced",), ("ring", "stdit"), ("gathered keys, balanced", "stdit"))

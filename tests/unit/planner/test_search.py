@@ -181,7 +181,7 @@ def synthetic_costs(shape):
 
 
 def test_ten_thousand_layouts_take_at_most_twelve_seconds():
-    """Processor time to check and price traced layouts, measured with a quarter of them; seven on a busy core."""
+    """Processor time to check and price traced layouts, measured with an eighth of them; seven on a busy core."""
     task = problem(gpus=4096, num_layers=48, num_attention_heads=16)
     data = MockData(frames=64, height=64, width=64, text_tokens=TEXT)
     run = RunConfig(model=task.model, data=data, objective=task.objective)
@@ -193,13 +193,13 @@ def test_ten_thousand_layouts_take_at_most_twelve_seconds():
     )
     started = time.process_time()
     every = list(candidates(task))
-    asked = every[::4]
+    asked = every[::8]
     found = allowed(task, iter(asked))
     prices = Prices(task, {shape: synthetic_costs(shape) for shape in shapes(found.layouts)})
     verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found.layouts])
     spent = time.process_time() - started
     assert len(every) >= MANY
-    assert len(found.layouts) > MANY / 40
+    assert len(found.layouts) > MANY / 80
     assert len(verdict.fitting) + len(verdict.too_large) == len(found.layouts)
     assert spent / len(asked) * MANY < SECONDS
 
