@@ -28,6 +28,7 @@ from dit.errors import (
     name_root_cause,
     on_a_screen,
 )
+from dit.ranges import check_path
 from dit.terminal import announce, echo, log_to_stderr
 from launch import cli, environment
 from recipes import registry
@@ -115,6 +116,7 @@ def _execute(options: cli.Options) -> int:
     import nemo_run as run
 
     if shows:
+        _check_run(task)
         echo(config_file.summary(task), flush=True)
     if not options.yes and input(f"Start {options.source}? [y/N] ").strip().lower() not in ("y", "yes"):
         return EXIT_OK
@@ -138,6 +140,34 @@ def _check(options: cli.Options) -> None:
         cli.check_factory(options.factory)
     if options.starts_training and not options.yes and not environment.can_ask():
         raise ConfigError("cannot ask for confirmation (no terminal, or several ranks); add --yes to start training")
+
+
+def _check_run(task: "run.Partial") -> None:
+    """Check a run before its settings are printed; an error leaves the record of a failed run."""
+    import fiddle
+
+    from dit.monitoring.exit_record import ExitRecord
+    from dit.monitoring.run_lock import RunLock
+    from dit.training.pretrain import pretrain
+    from launch import config_file
+
+    if fiddle.get_callable(task) is not pretrain:
+        return
+    config = config_file.built(task)
+    run_dir = config.training.run_dir
+    check_path("training.run_dir", run_dir)  # the lock and the exit record need the folder
+    if environment.world_size() == 1:  # with several ranks, `pretrain` raises the error on all of them
+        with RunLock(run_dir) as lock:
+            try:
+                lock.check()
+            except UserError:
+                with ExitRecord(run_dir, 0, lock.is_ours):
+                    raise
+    try:
+        config.check_here()
+    except UserError:
+        with RunLock(run_dir, environment.rank()) as lock, ExitRecord(run_dir, environment.rank(), lock.is_ours):
+            raise
 
 
 def resolve(options: cli.Options) -> "run.Partial":

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dit.backends import process_groups
 from dit.monitoring import run_lock
 from dit.planner.devices import DEVICES
 from launch import cli, environment, train
@@ -151,7 +150,6 @@ def test_a_single_rank_in_the_folder_of_another_run_writes_its_code_for_train_sh
     monkeypatch.setattr(run_lock, "WAIT_S", 0)
     with run_lock.RunLock(tmp_path / "run"):
         code = train.main(["--yes", "--factory", "tiny_dit", f"training.run_dir={tmp_path / 'run'}"])
-    process_groups.destroy()
     assert (code, (tmp_path / "code").read_text()) == (2, "2")
     assert "is in use by process" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
