@@ -270,7 +270,7 @@ def test_a_config_that_was_changed_after_its_export_is_refused(tmp_path, capsys)
     ("text", "message"),
     [
         ("flow", "no Objective of that name; did you mean flow_matching"),
-        ("ddpm(prediction='eps')", "prediction='eps' is not one of noise, x0, v"),
+        ("ddpm(prediction='eps')", "prediction='eps' is unknown; use one of noise, x0, v"),
         ("ddpm(p_mean=1)", "has no setting 'p_mean'; it has schedule, "),
         ("ddpm('v')", "is not an override"),
         ("ddpm(**{})", "is not an override"),
