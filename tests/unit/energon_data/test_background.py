@@ -314,8 +314,9 @@ def kill_the_fork_server_of_a_worker() -> tuple[Any, bool, bool]:
     """Return the worker's exit code, whether it ran until its stream was closed, and whether it ended then."""
     stream, another = (BackgroundSource(partial(Watched, spec(), seconds=n), "a test") for n in (600, 0))
     stream._start()
-    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-    worker = stream._worker
+    server, worker = forkserver._forkserver._forkserver_pid, stream._worker
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # the next start finds that it has ended
     assert worker is not None
     worker.join()
     ran = Path(f"/proc/{worker.pid}").exists()
