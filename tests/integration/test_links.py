@@ -18,30 +18,31 @@ REFUSED = ["stacks/rank_0.txt", "samples/step_0000006"]
 """Links below the top of the folder that end the run; at the top, every link does."""
 
 
-def resumed_with_link(run_dir: Path, name: str, arguments: list[str]) -> dict[str, Any]:
-    """Resume the run with a link to a file or folder at `name`; restore the run folder afterwards."""
-    place, victim = run_dir / name, run_dir.parent / "victim"
-    is_folder = place.is_dir()
-    if is_folder:
-        victim.mkdir()
-    else:
-        victim.write_text(CONTENT)
-    if os.path.lexists(place):
-        place.rename(run_dir.parent / "original")
-    place.symlink_to(victim)
-    ended = actions.train(arguments)
-    after = sorted(victim.rglob("*")) if is_folder else victim.read_text()
-    place.unlink(missing_ok=True)
-    if (run_dir.parent / "original").exists():
-        (run_dir.parent / "original").rename(place)
-    victim.rmdir() if is_folder else victim.unlink()
-    return {"ended": ended, "unchanged": after == ([] if is_folder else CONTENT), "place": place}
+def resumed_with_links(run_dir: Path, names: list[str], arguments: list[str]) -> dict[str, dict[str, Any]]:
+    """Resume the run with links to other files or folders at `names`; restore the run folder afterwards."""
+    folders = {name: (run_dir / name).is_dir() for name in names}
+    for number, (name, is_folder) in enumerate(folders.items()):
+        place, victim = run_dir / name, run_dir.parent / f"victim {number}"
+        victim.mkdir() if is_folder else victim.write_text(CONTENT)
+        if os.path.lexists(place):
+            place.rename(run_dir.parent / f"original {number}")
+        place.symlink_to(victim)
+    ended, results = actions.train(arguments), {}
+    for number, (name, is_folder) in enumerate(folders.items()):
+        place, victim, original = run_dir / name, *(run_dir.parent / f"{x} {number}" for x in ("victim", "original"))
+        after = sorted(victim.rglob("*")) if is_folder else victim.read_text()
+        place.unlink(missing_ok=True)
+        if original.exists():
+            original.rename(place)
+        victim.rmdir() if is_folder else victim.unlink()
+        results[name] = {"ended": ended, "unchanged": after == ([] if is_folder else CONTENT), "place": place}
+    return results
 
 
 def every_name(run_dir: Path, arguments: list[str]) -> dict[str, dict[str, Any]]:
     """Resume with a link in place of each entry of the run folder, except `checkpoints`."""
     names = sorted(path.name for path in run_dir.iterdir() if path.name != "checkpoints")
-    return {name: resumed_with_link(run_dir, name, arguments) for name in names}
+    return {name: resumed_with_links(run_dir, [name], arguments)[name] for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +61,17 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "first": call(actions.train, *first),
         "top": Job(every_name, {"run_dir": folder / "run", "arguments": first}),
     }
-    for number, name in enumerate([*REFUSED, *REPLACED]):  # each job trains two more steps
+    for number, names in enumerate([*([name] for name in REFUSED), REPLACED]):  # each job trains two more steps
         arguments = mock(folder / "run", **settings, training__num_steps=4 + 2 * number)
-        jobs[name] = Job(resumed_with_link, {"run_dir": folder / "run", "name": name, "arguments": arguments})
+        jobs[names[0]] = Job(resumed_with_links, {"run_dir": folder / "run", "names": names, "arguments": arguments})
     saved, scratch = folder / "run" / "checkpoints", folder / "scratch"
     jobs["move"] = Job(shutil.move, {"src": saved, "dst": scratch})
     jobs["link"] = Job(Path.symlink_to, {"self": saved, "target": scratch})
     last = mock(folder / "run", **settings, training__num_steps=6 + 2 * number)
     jobs["linked checkpoints"] = call(actions.train, *last)
-    return {**run_jobs(folder / "world", jobs), "scratch": sorted(path.name for path in scratch.iterdir())}
+    done = run_jobs(folder / "world", jobs)
+    linked = {name: result for first in (*REFUSED, REPLACED[0]) for name, result in done[first].items()}
+    return {**done, **linked, "scratch": sorted(path.name for path in scratch.iterdir())}
 
 
 def test_every_entry_of_a_run_folder_is_refused_as_a_link(done: dict[str, Any]) -> None:
@@ -98,5 +101,5 @@ def test_other_links_are_replaced(done: dict[str, Any], name: str) -> None:
 def test_checkpoints_may_be_a_link_to_another_disk(done: dict[str, Any]) -> None:
     ended = done["linked checkpoints"]
     assert ended.code == 0, ended.err
-    assert "resumed at step 12" in ended.out
-    assert done["scratch"][-1] == "iter_0000014"
+    assert "resumed at step 8" in ended.out
+    assert done["scratch"][-1] == "iter_0000010"

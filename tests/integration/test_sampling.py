@@ -13,7 +13,7 @@ from tests.integration.runs import checkpoint, letters, loss_values, mock, read_
 from tests.support.ranks import Job, call, run_jobs
 
 OBJECTIVES = ["edm", "ddpm", "flow_matching"]
-NUM_STEPS = 60
+NUM_STEPS = 36
 LABELS = [3, 14, 25]
 SHORT = {"num_steps": 6, "guidance_scale": 1.5, "seed": 3}
 REQUESTS = {
@@ -51,7 +51,7 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     np.save(folder / "words.npy", TEXTS[0].numpy())
     jobs = {}
     for name in OBJECTIVES:
-        settings = {"training__num_steps": NUM_STEPS, "training__validation_interval": 20, "training__ema_decay": 0.9}
+        settings = {"training__num_steps": NUM_STEPS, "training__validation_interval": 12, "training__ema_decay": 0.9}
         jobs[name] = call(actions.train, *letters(letters_data, folder / name, objective=name, **settings))
         jobs[f"{name} samples"] = Job(actions.sample, {"run_dir": folder / name, "requests": list(REQUESTS.values())})
     raw = {"run_dir": folder / "edm", "requests": [REQUESTS["euler"]], "weights": "raw"}

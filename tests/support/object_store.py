@@ -56,8 +56,9 @@ class ObjectStore:
     def clear(self) -> None:
         """Delete all objects, reset the door, and forget the requests."""
         self.door = lambda method, path: None
-        for entry in self.client().list_objects_v2(Bucket=BUCKET).get("Contents", []):
-            self.client().delete_object(Bucket=BUCKET, Key=entry["Key"])
+        listed = self.client().list_objects_v2(Bucket=BUCKET).get("Contents", [])
+        if listed:
+            self.client().delete_objects(Bucket=BUCKET, Delete={"Objects": [{"Key": o["Key"]} for o in listed]})
         self.requests.clear()
 
     def objects(self) -> dict[str, bytes]:

@@ -1,23 +1,28 @@
 """Ranks for tests: selection of cases, comparison with one rank, and jobs in worker processes that start once."""
 
+import faulthandler
 import logging
 import os
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
+from importlib import import_module
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from select import select
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from dit.child_processes import run_signals_blocked
 from dit.verify.ranks import free_port, run_ranks, run_world
 from dit.verify.report import Verdict
 from dit.verify.trial import Trial
-from energon_data.workers import background
 
 if TYPE_CHECKING:
     from dit.run_config import RunConfig
@@ -121,26 +126,47 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
     }
 
 
-def fork_data_server() -> None:
-    """Fork the server of this rank's data workers from the rank; a new Python would import every module again.
+@contextmanager
+def forked_servers() -> Iterator[None]:
+    """Fork a fork server of multiprocessing from this process; a new Python would import every module again.
 
-    The rank must not have threads yet, and must have inherited a resource tracker, whose start would be forked, too.
+    The server imports its modules before its first fork. This process must not have threads that a worker needs.
     """
 
     def forked(path: bytes, arguments: Sequence[bytes], fds: Sequence[int]) -> int:
         server = os.fork()
         if not server:
-            for fd in {int(name) for name in os.listdir("/proc/self/fd")}.difference((0, 1, 2), fds):
-                with suppress(OSError):
-                    os.close(fd)  # such as the end of the pipe whose closing ends the server
             try:
+                _without_pytest()
+                forkserver._forkserver._lock.release()  # `ensure_running` has acquired it
+                for fd in {int(name) for name in os.listdir("/proc/self/fd")}.difference((0, 1, 2), fds):
+                    with suppress(OSError):
+                        os.close(fd)  # such as the end of the pipe whose closing ends the server
+                select(fds, (), ())
+                for name in forkserver._forkserver._preload_modules:
+                    import_module(name)
                 forkserver.main(*fds, None)
             finally:
                 os._exit(0)
         return server
 
+    resource_tracker.ensure_running()  # otherwise it would be forked, too
     with mock.patch("multiprocessing.util.spawnv_passfds", forked):
-        background._start_server(())
+        yield
+
+
+def fork_data_server() -> None:
+    """Fork the server of this rank's data workers, which ignore the signals of a run."""
+    with run_signals_blocked(), forked_servers():
+        forkserver.ensure_running()
+
+
+def _without_pytest() -> None:
+    """Reset what pytest has replaced in its process: output, log handlers and hooks for errors."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    logging.root.handlers.clear()
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    faulthandler.disable()
 
 
 def _work(folder: Path, rank: int) -> None:

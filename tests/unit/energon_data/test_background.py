@@ -29,6 +29,7 @@ from energon_data.streams import Position, StreamGroup
 from energon_data.workers import background
 from energon_data.workers.background import LONGEST_FOLDER, SHORT_FOLDER, BackgroundSource
 from energon_data.workers.messages import Ahead, Sender, receive
+from tests.support.ranks import Job, forked_servers, run_jobs
 from tests.support.sources import Watched
 
 Open = Callable[..., BackgroundSource]
@@ -241,25 +242,21 @@ def test_a_killed_worker_is_named(opened: Open) -> None:
         take(iter(stream.next, None), 100)  # some were sent before
 
 
-@pytest.mark.parametrize(("how", "longer"), [pytest.param("exit", 0, marks=pytest.mark.long), ("kill", 1)])
-def test_workers_end_with_the_training_process(how: str, longer: int) -> None:
-    """They also end if the process is killed while they work on an item; a run that ends prints nothing about them.
-
-    The path of the fork server's socket has at most 107 bytes, so it is not in a temporary folder with a long name.
-    In a new process, the first use of multiprocessing starts a resource tracker, which unblocks signals; signals to all
-    processes of a run do not end the fork server.
-    """
-    program = """
+PROGRAM = """
 import os, signal, sys, time
 from functools import partial
 from multiprocessing import forkserver
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from small_data import spec
+import users_data
 from energon_data.workers.background import BackgroundSource
-from tests.support.sources import Watched
 
 if __name__ == "__main__":
-    stream = BackgroundSource(partial(Watched, spec(), seconds=600), "a test")
+    streams = [BackgroundSource(partial(users_data.Mine, spec()), "a test", ["users_data"]) for _ in range(2)]
+    for stream in streams:
+        stream.next()
+        stream.close()
+    stream = BackgroundSource(partial(users_data.Mine, spec(), seconds=600), "a test")
     stream._start()
     lines = open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read().splitlines()
     (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
@@ -270,7 +267,27 @@ if __name__ == "__main__":
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
 """
-    command = [sys.executable, "-c", program, how, str(Path(__file__).parent)]
+
+
+@pytest.mark.parametrize(("how", "longer"), [pytest.param("exit", 0, marks=pytest.mark.long), ("kill", 1)])
+def test_workers_end_with_the_training_process(how: str, longer: int, tmp_path: Path) -> None:
+    """They also end if the process is killed while they work on an item; a run that ends prints nothing about them.
+
+    The path of the fork server's socket has at most 107 bytes, so it is not in a temporary folder with a long name.
+    In a new process, the first use of multiprocessing starts a resource tracker, which unblocks signals; signals to all
+    processes of a run do not end the fork server. The training process and the fork server import the module of a
+    user's data; the three workers do not.
+    """
+    (tmp_path / "users_data.py").write_text("""
+import os, warnings
+from pathlib import Path
+from tests.support.sources import Watched
+with (Path(__file__).parent / "imports").open("a") as file:
+    print(os.getpid(), file=file)
+warnings.warn_explicit("no accelerator", UserWarning, "file", 1, module="megatron.core")
+class Mine(Watched): ...
+""")
+    command = [sys.executable, "-c", PROGRAM, how, str(tmp_path), str(Path(__file__).parent)]
     with tempfile.TemporaryDirectory(dir=SHORT_FOLDER) as parent:
         folder = Path(parent, "x" * (LONGEST_FOLDER + longer - len(f"{parent}/")))
         folder.mkdir()
@@ -285,55 +302,37 @@ if __name__ == "__main__":
             socket_folder, blocked, worker = (training.stdout.readline().strip() for _ in range(3))
             assert training.wait() == (0 if how == "exit" else -signal.SIGKILL)
             assert gone(int(worker)), "the item takes 600 s"
-            assert training.communicate() == ("", "")
+            # The training process, which does not hide warnings, printed this one.
+            assert training.communicate() == ("", "file:1: UserWarning: no accelerator\n")
         assert socket_folder == (SHORT_FOLDER if longer else str(folder))
         assert list(folder.iterdir()) == []
     assert blocked == "[True, True, True]"
-
-
-def test_close_ends_a_worker_whose_fork_server_was_killed(opened: Open) -> None:
-    """The exit code of the worker is unknown then, so multiprocessing reports it as ended while it still runs."""
-    stream = opened(seconds=600)
-    stream._start()
-    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-    worker = stream._worker
-    worker.join()
-    assert worker.exitcode == 255
-    assert Path(f"/proc/{worker.pid}").exists()
-    stream.close()
-    assert gone(worker.pid)
-    opened().next()  # a worker of another fork server
-
-
-def test_the_fork_server_imports_modules_for_all_workers(tmp_path: Path) -> None:
-    """This process and the fork server import the module of a user's data; the two workers do not."""
-    (tmp_path / "users_data.py").write_text("""
-import os, warnings
-from pathlib import Path
-from tests.support.sources import Watched
-with (Path(__file__).parent / "imports").open("a") as file:
-    print(os.getpid(), file=file)
-warnings.warn_explicit("no accelerator", UserWarning, "file", 1, module="megatron.core")
-class Mine(Watched): ...
-""")
-    program = """
-import sys
-sys.path[:0] = sys.argv[1:]
-from functools import partial
-from small_data import spec
-import users_data
-from energon_data.workers.background import BackgroundSource
-
-if __name__ == "__main__":
-    streams = [BackgroundSource(partial(users_data.Mine, spec()), "a test", ["users_data"]) for _ in range(2)]
-    for stream in streams:
-        stream.next()
-        stream.close()
-"""
-    command = [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert len(set((tmp_path / "imports").read_text().split())) == 2
-    assert done.stderr.count("no accelerator") == 1  # printed by this process, which does not hide warnings
+
+
+def kill_the_fork_server_of_a_worker() -> tuple[Any, bool, bool]:
+    """Return the worker's exit code, whether it ran until its stream was closed, and whether it ended then."""
+    stream, another = (BackgroundSource(partial(Watched, spec(), seconds=n), "a test") for n in (600, 0))
+    stream._start()
+    server, worker = forkserver._forkserver._forkserver_pid, stream._worker
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # the next start finds that it has ended
+    assert worker is not None
+    worker.join()
+    ran = Path(f"/proc/{worker.pid}").exists()
+    stream.close()
+    with forked_servers():
+        another.next()
+    another.close()
+    return worker.exitcode, ran, gone(worker.pid)
+
+
+def test_close_ends_a_worker_whose_fork_server_was_killed(tmp_path: Path) -> None:
+    """The exit code of the worker is unknown then, so multiprocessing reports it as ended while it still runs.
+
+    The next stream has a worker of another fork server.
+    """
+    assert run_jobs(tmp_path, {"kill": Job(kill_the_fork_server_of_a_worker)}) == {"kill": (255, True, True)}
 
 
 def test_a_stream_whose_worker_cannot_start_can_be_closed() -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_streams_read_small_and_large_samples_equally_often(tmp_path: Path, stre
     packs = {"max_tokens_per_pack": 128, "pack_multiple_of": 1, "packing_buffer_size": 16}
     stream = build(EnergonData(path=str(folder), num_streams=streams, **packs), mbs=1)
     reads = Counter[int]()
-    while reads.total() < 4 * 512:
+    while reads.total() < 2 * 512:
         reads.update(sides[int(key[-5:])] for key in next(stream).keys)
     assert max(reads.values()) < 1.25 * min(reads.values())
 
@@ -111,7 +112,7 @@ def test_a_resumed_stream_is_bitwise_equal(case: tuple[DataConfig, int], steps: 
 
 
 def test_a_stream_resumes_on_other_numbers_of_ranks(case: tuple[DataConfig, int]) -> None:
-    """A step has 24 micro-batches; four streams are read by more and by fewer ranks in turn, and all have one order."""
+    """A step has 12 micro-batches; four streams are read by more and by fewer ranks in turn, and all have one order."""
     data, mbs = case
     alone, state = build(data, mbs=mbs), None
     for dp in (6, 1, 3):
@@ -119,7 +120,7 @@ def test_a_stream_resumes_on_other_numbers_of_ranks(case: tuple[DataConfig, int]
         for rank in ranks:
             if state is not None:
                 rank.load_state_dict(state)
-        same(take(alone, 24), [next(ranks[j % dp]) for j in range(24)])
+        same(take(alone, 12), [next(ranks[j % dp]) for j in range(12)])
         states = [rank.state_dict() for rank in ranks]
         assert sorted(s for one in states for s in one["streams"]) == [0, 1, 2, 3], "one rank saves each position"
         state = through_disk(merge_states(states))
@@ -138,7 +139,7 @@ def test_a_step_has_the_same_samples_with_smaller_micro_batches(mixed_folder: Pa
         assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize("name", ["dense", "packed", "mock packed"])
+@pytest.mark.parametrize("name", ["dense", "mock packed"])
 def test_a_resumed_run_keeps_the_number_of_streams(name: str, mixed_folder: Path, picture_folder: Path) -> None:
     """The default depends on the micro-batches of a step, which may follow the number of ranks."""
     data, mbs = CASES[name](mixed_folder, picture_folder)
@@ -161,8 +162,10 @@ def test_a_resumed_run_keeps_the_number_of_streams(name: str, mixed_folder: Path
             rank(0, 1, micro_batches, size).load_state_dict(state)
 
 
-@pytest.mark.parametrize("pad_packs", [False, True])
-@pytest.mark.parametrize("name", ["packed", "augmented packed", "mock packed"])
+@pytest.mark.parametrize(
+    ("name", "pad_packs"),
+    [*product(("packed", "augmented packed"), (False, True)), ("mock packed", False)],
+)
 def test_every_layout_trains_on_the_same_packs(
     name: str, pad_packs: bool, mixed_folder: Path, picture_folder: Path
 ) -> None:
@@ -186,8 +189,8 @@ def test_every_layout_trains_on_the_same_packs(
 
 @pytest.mark.parametrize(
     ("source", "background", "steps"),
-    [("folder", True, 1), ("folder", False, 5), ("folder", False, 9), ("blend", False, 1), ("blend", True, 9)]
-    + [("pass", False, steps) for steps in (1, 12, 30)],
+    [("folder", True, 1), ("folder", False, 9), ("blend", False, 1), ("blend", True, 9)]
+    + [("pass", False, steps) for steps in (1, 30)],
 )
 def test_packs_in_flight_are_selected_again_for_another_multiple(
     mixed_folder: Path, source: str, background: bool, steps: int
@@ -204,7 +207,7 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
     try:
         read = [key for pack in take(stream, steps) for key in pack.keys]
         resumed.load_state_dict(through_disk(stream.state_dict()))
-        for pack in take(resumed, 50):
+        for pack in take(resumed, 25 if buffer else 50):
             assert pack.layout.total_tokens <= 40
             read += pack.keys
         third = build(after, mbs=1, multiple_of=8)

@@ -30,6 +30,7 @@ from preparations import (
 from pyarrow import parquet
 
 from dit.errors import ConfigError, DataError
+from dit.verify.ranks import FORKS
 from energon_data.folder import check_folder
 from energon_data.media_files import open_picture, pixels_of, video_bytes
 from energon_data.prepare.__main__ import main
@@ -278,7 +279,8 @@ def test_no_sample_is_an_error(tmp_path, damage):
     assert not (tmp_path / "out").exists()
 
 
-def test_any_number_of_processes_writes_the_same_bytes(tmp_path):
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("energon_data.prepare.build.get_context", lambda _: FORKS)  # they have imported all modules
     source = folder_of_pictures(tmp_path / "in")
     prepare(source, tmp_path / "one")
     prepare(source, tmp_path / "two", processes=2)

@@ -12,8 +12,8 @@ from energon_data.prepare import shards
 from launch import cli
 from launch.config_file import built
 from launch.train import resolve
-from launch.verify import Pair, build_parser, compare, tiny_pair, world_size_of
-from tests.support.ranks import Job, run_jobs
+from launch.verify import Pair, build_parser, compare, world_size_of
+from tests.support.ranks import Job, one_step, run_jobs
 from tests.unit.launch import pages
 
 PAGES = [Path(f"docs/adding-{what}.md") for what in ("a-backbone", "an-objective", "a-condition", "a-data-source")]
@@ -58,7 +58,7 @@ def pair_of(line: str) -> Pair:
     """Return the two runs that a `launch.verify` command compares."""
     args = build_parser().parse_args(shlex.split(line.removeprefix(VERIFY)))
     config = built(resolve(cli.Options(factory=args.factory, overrides=args.overrides)))
-    return tiny_pair(config, world_size_of(config.parallel, args.world_size))
+    return one_step(config, world_size_of(config.parallel, args.world_size))
 
 
 @pytest.fixture(scope="module")

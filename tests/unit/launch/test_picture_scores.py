@@ -124,11 +124,11 @@ def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_c
 def test_the_network_of_a_distance_is_reported_with_it(build_model: BuildModel, tmp_path: Path) -> None:
     generator = generator_of(CLASSES, build_model)
     torch.save(inception_weights(), tmp_path / "fid.pth")
-    words = ("--metric", "kid", "--samples", "4", "--features", str(tmp_path / "fid.pth"))
+    words = ("--metric", "kid", "--samples", "2", "--features", str(tmp_path / "fid.pth"))
     of_fid = picture_scores.kid(arguments(*words), generator)
     assert of_fid.record.keys() == {"kid", "pictures", "features", "network"}
     assert (of_fid.record["network"], of_fid.record["features"]) == ("Inception of FID", 2048)
-    assert "unbiased (4 held-out and as many generated pictures, 2048 features, Inception of FID)" in of_fid.lines[0]
+    assert "unbiased (2 held-out and as many generated pictures, 2048 features, Inception of FID)" in of_fid.lines[0]
 
 
 class Colours(torch.nn.Module):

@@ -23,7 +23,7 @@ from tests.support.tiny_runs import tiny_config, tiny_run
 
 STEPS, SAVED, LOGGED, BAD = 20, 6, 11, 14
 WORDS = (
-    *(f"training.num_steps={STEPS}", f"training.log_interval={LOGGED}"),
+    *(f"training.num_steps={STEPS}", f"training.log_interval={LOGGED}", "model.num_layers=1"),
     *(f"checkpoint.interval={SAVED}", "checkpoint.async_save=False", "training.global_batch_size=2"),
     *("training.micro_batch_size=1", "training.ema_decay=0.9", "data.num_streams=1", "logging.tensorboard=False"),
 )
