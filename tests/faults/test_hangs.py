@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 
 from dit.checkpoint.checkpointer import Checkpointer
@@ -21,7 +20,7 @@ from tests.faults.test_numbers import BAD, arguments
 from tests.integration import actions
 from tests.integration.runs import incidents, outcome, started, steps_logged, wait_for
 from tests.support.faults import together
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, is_alive, run_jobs
 
 LIMIT_S = 12.0
 
@@ -48,13 +47,6 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     waiting = read_beats(run_dir)[0]
     assert waiting.step >= 3
     assert waiting.where
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.runs import loss_values, losses
 from tests.support.attempts import CLIPS_FROM, Files, arguments, attempt, children, finish, prepare_media
+from tests.support.ranks import is_alive
 
 pytestmark = pytest.mark.slow
 
@@ -21,14 +22,6 @@ ROUNDING = 1e-4  # relative, fp32: more ranks sum in another order, and updates 
 SETTINGS = {"training__num_steps": NUM_STEPS, "checkpoint__interval": 3}
 
 
-def runs(process: int) -> bool:
-    """Return whether a process is alive and not a zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def kill(ranks: list[BaseProcess], *, workers: bool) -> None:
     """Kill all ranks at once, with their workers or without."""
     left = [child for rank in ranks for child in children(rank)]
@@ -37,7 +30,7 @@ def kill(ranks: list[BaseProcess], *, workers: bool) -> None:
     for rank in ranks:
         rank.join()
     deadline = time.monotonic() + 10
-    while any(map(runs, left)):
+    while any(map(is_alive, left)):
         assert time.monotonic() < deadline, "workers outlive their run"
         time.sleep(0.01)
 

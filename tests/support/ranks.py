@@ -16,6 +16,7 @@ from select import select
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -124,6 +125,14 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
         name: outputs[0][name] if job.ranks == 1 else [results[name] for results in outputs[: job.ranks]]
         for name, job in jobs.items()
     }
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that ended, but whose parent did not ask for its status, does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager

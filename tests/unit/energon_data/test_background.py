@@ -29,7 +29,7 @@ from energon_data.streams import Position, StreamGroup
 from energon_data.workers import background
 from energon_data.workers.background import LONGEST_FOLDER, SHORT_FOLDER, BackgroundSource
 from energon_data.workers.messages import Ahead, Sender, receive
-from tests.support.ranks import Job, forked_servers, run_jobs
+from tests.support.ranks import Job, forked_servers, is_alive, run_jobs
 from tests.support.sources import Watched
 
 Open = Callable[..., BackgroundSource]
@@ -69,9 +69,9 @@ def plain(state: Any) -> Any:
 def gone(pid: int) -> bool:
     """Return whether a process has ended, or ends within some seconds; otherwise it is killed."""
     deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+    while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    if not Path(f"/proc/{pid}").exists():
+    if not is_alive(pid):
         return True
     os.kill(pid, signal.SIGKILL)
     return False
