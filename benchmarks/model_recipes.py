@@ -113,7 +113,7 @@ No communication; the baseline for the others. --dryrun estimates 56 GiB.
 bench_stdit_ring_cp1 = variant("bench_stdit_ring_cp1", lambda: _stdit("context", 1))
 """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention on the ring: one GPU of 80 GB.
 
-The same as bench_stdit_hybrid_cp1, for both columns to start at the same point.
+The same as bench_stdit_hybrid_cp1, so that both columns start at the same point.
 """
 
 

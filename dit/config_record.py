@@ -48,7 +48,8 @@ def import_trusted(
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise refusal(
-            f"{place} names {name!r}, which cannot be imported ({error}); write the class as package.module.Class"
+            f"{place} names {name!r}, which cannot be imported ({error}); correct the name, or read a record with the "
+            "version that wrote it"
         ) from error
 
 

@@ -155,6 +155,11 @@ def first_few(names: Sequence[str], most: int = 5, separator: str = ", ") -> str
     return separator.join(names[:most]) + remainder
 
 
+def message_of(error: UserError) -> str:
+    """Return the message of an error without the path of the configuration, which fiddle appends."""
+    return str(error).partition("\n\nFiddle context:")[0]
+
+
 def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """Decorate a command to print errors that users can cause as one line, and return the exit code.
 
@@ -169,8 +174,7 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
             with flushed_output():
                 return command(*args, **kwargs)
         except UserError as error:
-            message = str(error).partition("\n\nFiddle context:")[0]  # fiddle appends the path of the configuration
-            echo(line := on_a_screen(f"error: {message}"), file=sys.stderr)
+            echo(line := on_a_screen(f"error: {message_of(error)}"), file=sys.stderr)
             name_root_cause(line)
             return exit_code(error)
         except BrokenPipeError:

@@ -25,6 +25,7 @@ from dit.errors import (
     discard_output,
     exit_code,
     flushed_output,
+    message_of,
     name_root_cause,
     on_a_screen,
 )
@@ -240,8 +241,7 @@ def _configure_logging(verbose: bool) -> None:
 
 
 def _report(error: UserError, verbose: bool) -> None:
-    # fiddle appends the path of the configuration; the message already names the setting.
-    message = on_a_screen(str(error).partition("\n\nFiddle context:")[0])
+    message = on_a_screen(message_of(error))
     name_root_cause(f"error: {message}")
     several = environment.world_size() > 1
     # Errors that are equal on all ranks are printed once; other errors may concern one rank.

@@ -24,17 +24,19 @@ def part(
 ) -> Callable[[], run.Config[Kind]]:
     """Return a factory of a part, under a name for overrides of a setting of type `target`.
 
-    The part is `run.Config(kind, **settings)`, or that of another factory with changed settings.
+    Args:
+        kind: class of the part, or a factory of a part whose other settings are kept.
+        settings: settings of the part.
 
     `recipes.registry` reads its description from the string after the assignment: `NAME = part(TARGET, "NAME", KIND)`,
     or `NAME = helper("NAME", KIND)` after `helper = partial(part, TARGET)`.
     """
 
     def factory() -> run.Config[Kind]:
-        made = run.Config(kind) if isinstance(kind, type) else kind()
+        config = run.Config(kind) if isinstance(kind, type) else kind()
         for setting, value in copy.deepcopy(settings).items():
-            setattr(made, setting, value)
-        return made
+            setattr(config, setting, value)
+        return config
 
     factory.__name__ = name  # for messages
     return run.cli.factory(factory, target=target, name=name)
@@ -47,30 +49,30 @@ def named_recipe(name: str, recipe: Callable[..., run.Partial]) -> Callable[...,
 
 
 def variant(name: str, base: Callable[..., run.Partial], /, **changes: Any) -> Callable[..., run.Partial]:
-    """Register the recipe `base` with other settings and the folder `runs/NAME`, as `named_recipe`.
+    """Register the recipe `base` with the folder `runs/NAME` and other settings; see `named_recipe`.
 
     Args:
-        changes: for each part, a dictionary of the settings that differ, or the part or a factory of it.
+        changes: by name of a part, a dictionary of its settings that differ, a new part, or a factory of a new part.
     """
 
-    @wraps(base, assigned=())
-    def recipe(*args: Any, **options: Any) -> run.Partial:
-        made = base(*args, **options)
-        made.training.run_dir = f"runs/{name}"
-        for part, change in changes.items():
+    @wraps(base, assigned=())  # keeps the arguments of `base`, for `--factory "NAME(argument=value)"`
+    def factory(*args: Any, **options: Any) -> run.Partial:
+        recipe = base(*args, **options)
+        recipe.training.run_dir = f"runs/{name}"
+        for key, change in changes.items():
             change = change() if callable(change) else copy.deepcopy(change)
             if isinstance(change, dict):
                 for setting, value in change.items():
-                    setattr(getattr(made, part), setting, value)
+                    setattr(getattr(recipe, key), setting, value)
             else:
-                setattr(made, part, change)
-        return made
+                setattr(recipe, key, change)
+        return recipe
 
-    return named_recipe(name, recipe)
+    return named_recipe(name, factory)
 
 
 def registered(function: Callable[..., run.Partial]) -> Callable[..., run.Partial]:
-    """Register a function as a recipe under its name, with the folder `runs/NAME`."""
+    """Register a function as a recipe under its name, and set its `training.run_dir` to `runs/NAME`."""
     recipe = variant(function.__name__, function)
     recipe.__doc__ = function.__doc__
     return recipe

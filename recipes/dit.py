@@ -76,7 +76,10 @@ def as_large_model(recipe: run.Partial, *, lr: float = 1e-4) -> run.Partial:
 def on_images(
     model: run.Config[ModelConfig], micro_batch: int, batch: int, *, min_score: Optional[float] = None
 ) -> run.Partial:
-    """Return a large model on images of 256 tokens, equal shapes to a batch, with at least an aesthetic score."""
+    """Return the recipe of a large model on images of up to 260 tokens; the images of a micro-batch have one shape.
+
+    Images with an aesthetic score below `min_score` are left out.
+    """
     recipe = as_large_model(text_conditional(model))
     recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
     recipe.data.min_aesthetic_score = min_score

@@ -37,5 +37,5 @@ pretrain_ecditllama1b_ep8 = variant(
 """EC-DiT-1B (7.18 B, 1.54 B per token), as pretrain_ecditllama1b, experts shared by 8: 32 x 141 GB, 77 GiB each.
 
 Tokens are sent to the experts (8 of each layer per GPU), instead of gathering the experts; the distributed
-optimizer in place of FSDP. With micro-batches of 36 it takes 54 GiB.
+optimizer replaces FSDP. With micro-batches of 36 it takes 54 GiB.
 """

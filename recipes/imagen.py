@@ -156,8 +156,8 @@ imagen_500m_res_64_ddpm_online = variant(
 )
 """Imagen's base model (525 M) by DDPM in continuous time, captions embedded in every step: one GPU.
 
-Stable attention; the network predicts the noise on the cosine schedule and gets the log SNR. Beside the model the
-GPU has the encoder of T5-11B (1024 wide, 4.8 B parameters in bf16). The setting of base64-500m_online_encoding.
+Stable attention; the network predicts the noise on the cosine schedule and gets the log SNR. The GPU also has the
+encoder of T5-11B (1024 wide, 4.8 B parameters in bf16). The setting of base64-500m_online_encoding.
 """
 
 

@@ -1,4 +1,4 @@
-"""Backbones by name. Each has a line in `BACKBONES` with its settings and its network; several networks are `Streams`.
+"""Backbones by name. Each has a line in `BACKBONES` with its settings and its network; several share `Streams`.
 
 Classes are imported by name when needed, which avoids import cycles between configs and models.
 """

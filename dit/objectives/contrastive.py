@@ -48,7 +48,8 @@ class ContrastiveFlowMatching(FlowMatching):
 
     def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
         grids = [grid for grid in batch.grids if any(grid)]  # `dit.fixed_packs` fills a pack with empty samples
-        has_pair = len(grids) > 1  # a CUDA graph needs the same entries in all packs, so others have one without effect
+        # A pack without a pair has the entry, too, but no term: all packs of a CUDA graph need the same entries.
+        has_pair = len(grids) > 1
         indices_T = negative_tokens(batch.layout, grids) if has_pair else torch.arange(batch.layout.total_tokens)
         indices_T = to_device(indices_T, batch.latents_TC.device)
         negative = per_latent_token(batch.latents_TC[indices_T])

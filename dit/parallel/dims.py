@@ -299,9 +299,10 @@ def _check_blocks(parallel: ParallelConfig, sizes: TransformerSizes, owner: str)
 def _check_split(parallel: ParallelConfig, name: str, count: Optional[int], owner: str = "") -> None:
     tp = parallel.tensor_model_parallel_size
     if count is not None and count % tp:
+        fits = [n for n in divisors(count) if n <= 64]
         raise ConfigError(
             f"{name}={count}{owner} cannot be split over tensor_model_parallel_size={tp}; "
-            f"use one of {divisors(count)} or change {owner.removeprefix(' of ') or f'model.{name}'}"
+            f"use one of {fits} or change {owner.removeprefix(' of ') or f'model.{name}'}"
         )
 
 

@@ -2,8 +2,8 @@
 
 Two defects of Triton's interpreter are corrected here. In Triton 3.6, `range` over tensors calls `int` on arrays of one
 element, an error since NumPy 2.5. In Triton 3.9, `block & scalar` returns integers, which loads and stores reject.
-It also searches Triton's modules for built-in functions in each call of a kernel, which takes 40 % of its time; here it
-searches each module once.
+The interpreter also searches Triton's modules for built-in functions in each call of a kernel, which takes 40 % of its
+time; here each module is searched once.
 """
 
 import functools

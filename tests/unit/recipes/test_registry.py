@@ -19,6 +19,8 @@ from launch import train
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
+from recipes.base import variant
+from recipes.finetune import finetune
 from recipes.models import ddpm_unet_512
 from tests.support import recipes_page
 
@@ -79,6 +81,15 @@ def test_a_variant_has_its_folder_and_settings_and_leaves_its_base_unchanged():
     base = call_recipe("tiny_dit")
     assert (base.data.shapes, base.training.run_dir) == (None, "runs/tiny_dit")
     assert (recipe.data.max_tokens_per_pack, recipe.training.run_dir) == (256, "runs/tiny_dit_pack")
+
+
+def test_a_variant_takes_the_arguments_of_its_base(monkeypatch):
+    """`--factory "NAME(argument=value)"` reads them from the signature."""
+    monkeypatch.setattr("recipes.base.named_recipe", lambda name, recipe: recipe)  # not in the registry
+    shorter = variant("finetune_for_tests", finetune, training={"num_steps": 3})
+    assert inspect.signature(shorter) == inspect.signature(finetune)
+    training = shorter(gpu_memory=24).training
+    assert (training.num_steps, training.run_dir) == (3, "runs/finetune_for_tests")
 
 
 def test_recipes_in_the_source_equal_recipes_registered_in_nemo_run():
