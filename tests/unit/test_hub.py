@@ -67,9 +67,7 @@ def test_a_part_of_a_repository_in_the_cache_is_not_the_repository(
         local_path("hf://owner/name")
 
 
-def test_a_name_of_the_hub_without_network_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_of_the_hub_without_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"owner/name is not .* in the local cache, and .* cannot be reached"):
