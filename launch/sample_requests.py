@@ -92,8 +92,10 @@ def read_conditions(flags: Sequence[Sequence[str]], count: int) -> dict[str, lis
     Args:
         count: number of different texts, classes or samples; a single value is used for all of them.
     """
-    conditions = {}
+    conditions: dict[str, list[Any]] = {}
     for name, *words in flags:
+        if name in conditions:
+            raise ConfigError(f"--condition {name} is given twice; give all of its values after one --condition {name}")
         if len(words) not in (1, count):
             raise ConfigError(f"--condition {name} has {len(words)} values for {count} samples; give one, or {count}")
         values = [_read_value(name, word) for word in words]
@@ -163,6 +165,8 @@ def what_to_draw(
         prompts = read_prompts(args.prompts)
     labels = args.labels
     contexts: list[str] = next((paths for name, *paths in args.condition if name == CONTEXT.name), [])
+    if prompts and contexts:
+        raise ConfigError("--condition context replaces the texts of --prompt and --prompts; give only one of the two")
     if labels is None and not (prompts or contexts) and generator.text_encoder:
         prompts = [Prompt(text) for text in generator.config.sampling.prompts or ()]
     if args.negative_prompt is not None and not (prompts or contexts):

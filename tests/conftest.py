@@ -41,7 +41,8 @@ DRAW = lru_cache(maxsize=4096)(init.draw)
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collections, and make these rare.
 
-    Without frozen objects, few new ones start a full collection: by default these take a tenth of the time of tests.
+    A full collection starts when new objects are a quarter of the objects that are not frozen, which are few after the
+    freeze. With the default thresholds, full collections take a tenth of the time of the tests.
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -50,7 +51,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Run module fixtures in a temporary folder; fail if outputs in the clone changed."""
+    """Run module fixtures in a temporary folder, and fork the server of ranks; fail if outputs in the clone changed."""
     before = outputs(REPOSITORY)
     folder = tmp_path_factory.mktemp("tests")
     with pytest.MonkeyPatch.context() as patch:

@@ -11,6 +11,7 @@ from typing import Any
 from dit.convert.diffusers_format import LatentSize, TrainedModel, patches
 from dit.convert.diffusers_streams import FEED_FORWARD, JOINT, DiffusersStreams
 from dit.convert.rules import ByHead, Form
+from dit.errors import ConfigError
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.objectives.flow_matching import FlowMatching
 
@@ -54,7 +55,9 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     sampling: Mapping[str, Any] = {"solver": "euler", "num_steps": 50, "guidance_scale": 6.0}
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        image_to_video = published["task_type"] == "i2v"
+        if (task := published["task_type"]) not in ("t2v", "i2v"):
+            raise ConfigError(f"task_type={task!r} is not supported; use a model with task_type='t2v' or 'i2v'")
+        image_to_video = task == "i2v"
         return super().read_sizes(published) | {"out_channels": None, "image_to_video": image_to_video}
 
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:

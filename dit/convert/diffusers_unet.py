@@ -74,6 +74,11 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
     def trained(self, model: LDMUNetConfig, published: Mapping[str, Any]) -> TrainedModel:
+        if published["out_channels"] > published["in_channels"]:
+            raise ConfigError(
+                f"out_channels={published['out_channels']} is above in_channels={published['in_channels']}; our "
+                "network has at least as many input as output channels, so such weights cannot be imported"
+            )
         if model.control_channels == model.in_channels + 1:
             raise ConfigError(
                 f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "

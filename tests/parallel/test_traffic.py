@@ -20,7 +20,7 @@ PACKS = {
     "odd_frames": ((6, 2, 4),),  # the split cuts frames
     "mixed": ((5, 2, 3), (1, 4, 4), (3, 3, 3), (1, 2, 2)),
 }
-SPLITS = {"clip": "contiguous", "odd_frames": "load_balanced", "mixed": "load_balanced"}
+SPLITS = {"clip": "contiguous", "odd_frames": "load_balanced", "mixed": "contiguous"}
 STDIT = [
     (kind, comm, split, pack)
     for kind in ("spatial", "temporal")

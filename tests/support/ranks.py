@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -155,6 +156,8 @@ def forked_servers() -> Iterator[None]:
                 for name in forkserver._forkserver._preload_modules:
                     import_module(name)
                 forkserver.main(*fds, None)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         return server
@@ -166,7 +169,7 @@ def forked_servers() -> Iterator[None]:
 
 def fork_data_server() -> None:
     """Fork the server of this rank's data workers, which ignore the signals of a run."""
-    with run_signals_blocked(), forked_servers():
+    with forked_servers(), run_signals_blocked():  # the start of a resource tracker unblocks signals
         forkserver.ensure_running()
 
 

@@ -236,6 +236,7 @@ def test_sampling_checks_requested_conditions_and_uses_null_values_for_others() 
         ({"fps": [24.0, math.nan]}, "fps nan, outside 0.001 to 1e\\+06"),
         ({"fps": [torch.ones(2), torch.ones(2)]}, r"fps has shape \[2\]; give one number for each sample"),
         ({"pooled": [0.5, 0.5]}, r"has shape \[\], must be \[width\]"),
+        ({"context": [torch.ones(5, 9)] * 2}, "the text has width 9, the model takes width 3"),
         ({"control": [picture, picture[:, :, 1:]]}, "store it at the size of the latent"),
         ({"low_resolution": [torch.ones(2, 1, 4, 4)] * 2}, "'low_resolution' is given without 'augmentation'"),
     ]:

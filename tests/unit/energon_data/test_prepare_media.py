@@ -279,8 +279,10 @@ def test_no_sample_is_an_error(tmp_path, damage):
     assert not (tmp_path / "out").exists()
 
 
-def test_any_number_of_processes_writes_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("energon_data.prepare.build.get_context", lambda _: FORKS)  # they have imported all modules
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path, monkeypatch, start):
+    if start == "fork":  # of a process that has imported all modules
+        monkeypatch.setattr("energon_data.prepare.build.get_context", lambda _: FORKS)
     source = folder_of_pictures(tmp_path / "in")
     prepare(source, tmp_path / "one")
     prepare(source, tmp_path / "two", processes=2)

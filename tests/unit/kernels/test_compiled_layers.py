@@ -83,6 +83,7 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
+        ("dit", ["dense"]),
         pytest.param("dit_cross", ["padded"], marks=pytest.mark.slow),
         *(pytest.param(name, ["padded"], marks=pytest.mark.long) for name in BACKBONES if "dit" not in name),
         pytest.param("dit", PACKS, marks=pytest.mark.slow),
@@ -179,11 +180,14 @@ def test_a_compiled_layer_saves_less_under_selective_recompute(
     assert less <= MOST_SAVED[name] < plain
 
 
-@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("dit", "selective"), *(pytest.param("dit_cross", r, marks=pytest.mark.slow) for r in ("selective", "full"))],
+)
 def test_recomputed_layers_have_the_numbers_of_eager_layers(
-    one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, recompute: str
+    one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, name: str, recompute: str
 ) -> None:
-    model = replace(config_of("dit"), num_layers=1)
+    model = replace(config_of(name), num_layers=1)
     eager = network_of(model, one_rank_world)
     network = network_of(model, one_rank_world, kernels="compile", recompute=recompute)
     batch = batch_of(model, "padded")

@@ -266,13 +266,17 @@ def test_a_grid_of_many_classes_shows_evenly_spaced_classes():
     assert sample_requests.spread(26, 36) == list(range(26))
 
 
-def test_text_embeddings_are_passed_to_the_model(generator, tmp_path):
+def test_text_embeddings_are_passed_to_the_model(generator, tmp_path, capsys):
     generator.context_size = 8
     for name in ("one", "two"):
         np.save(tmp_path / f"{name}.npy", np.ones((5, 8), dtype=np.float16))
     files = [str(tmp_path / f"{name}.npy") for name in ("one", "two")]
     assert draw(tmp_path, "--condition", "context", *files, "--count", "2") == 0
     assert [c.shape for c in generator.calls[-1]["context"]] == [(5, 8)] * 4
+    one, two = (["--condition", "context", file] for file in files)
+    for words, says in ((["--prompt", "Q", *one], "only one of the two"), ([*one, *two], "context is given twice")):
+        assert draw(tmp_path, *words) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path, capsys):

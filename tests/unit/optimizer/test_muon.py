@@ -134,7 +134,7 @@ def test_a_plan_counts_one_moment_and_the_operations(one_tracer, data_parallel):
     [
         ("ddp", 1, 3, 3),
         pytest.param("distributed_optimizer", 1, 0, 1, marks=pytest.mark.slow),
-        pytest.param("fsdp", 1, 0, 1, marks=pytest.mark.slow),
+        ("fsdp", 1, 0, 1),
         ("distributed_optimizer", 2, 1, 2),
     ],
 )

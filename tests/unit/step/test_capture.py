@@ -256,7 +256,7 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(
         pytest.param("z_image_1024", "triton", TP2, marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2_SP, marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", ULYSSES, marks=pytest.mark.slow),
-        pytest.param("tiny_sana", "triton", ParallelConfig(), marks=pytest.mark.slow),
+        ("tiny_sana", "triton", ParallelConfig()),
         pytest.param("tiny_sana", "triton", ULYSSES, marks=pytest.mark.long),
         ("tiny_stdit", "triton", ULYSSES),
         pytest.param("qwen_image_1024", "triton", TP2_SP, marks=pytest.mark.long),
