@@ -68,7 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="[ENTRY=]NAME",
         help="if not in the files: text encoder, as in energon_data.prepare; repeat for several",
     )
-    flag("--objective", metavar="NAME", help="if not in the files: edm, flow_matching or \"ddpm(prediction='v')\"")
+    flag(
+        "--objective",
+        metavar="NAME",
+        help="if not in the files: objective as in launch.train, such as flow_matching or \"ddpm(prediction='v')\"",
+    )
     return parser
 
 
@@ -170,7 +174,7 @@ def settle(trained: "TrainedModel", objective: Optional["Objective"]) -> tuple["
 
 
 def read_objective(text: str) -> "Objective":
-    """Build the objective of `--objective`: a name, or a name with settings in parentheses."""
+    """Build the objective of `--objective`, with the names and defaults of `objective=` in `launch.train`."""
     import fiddle
 
     from dit.objectives.base import Objective

@@ -131,7 +131,7 @@ def check_start(
 
     Args:
         shapes: unsharded shapes of the model without adapters and without auxiliary networks, or of the adapters.
-        adapters: whether they are shapes of adapters.
+        adapters: whether `shapes` are those of adapters.
         lora: whether the run trains adapters.
     """
     manifest = read_manifest(folder)

@@ -29,7 +29,7 @@ def candidates(path: Path | str) -> list[Path]:
 
 
 def no_checkpoint(path: Path | str, *, starts: bool = False) -> CheckpointError:
-    """Return the error for a path without a valid checkpoint; a run can also start from a folder of diffusers."""
+    """Return the error for a path without a valid checkpoint; with `starts`, the path could be one of diffusers."""
     if any((Path(path) / name).is_file() for name in ("config.json", PIPELINE_INDEX)):
         return CheckpointError(
             f"{path} is a folder of diffusers, not of a run; import it with `python -m launch.import_weights --format "

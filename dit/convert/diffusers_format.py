@@ -330,7 +330,10 @@ class DiffusersFormat(Generic[Model]):
         return trained
 
     def write_settings(self, model: ModelConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        """Return a complete `config.json` and the notes; a model is supported if the network for it is the same."""
+        """Return a complete `config.json` and the notes.
+
+        A model is supported if reading these settings gives the same model.
+        """
         complete = {**self.defaults, **self.write_sizes(model, latent_size)}
         check_settings(self.class_name, model, self.network(complete), self.free)
         header = {"_class_name": self.class_name, "_diffusers_version": VERSION}

@@ -67,8 +67,8 @@ class Pipeline:
         setup: lines of Python between opening the folder and the call; `{area}` as in `arguments`.
         note: difference to our sampler, printed if an encoder of the run changes no prompts (`prompt=plain`), which a
             pipeline with its own prompts accepts only with a note.
-        index: further entries of `model_index.json`, from a `TrainedModel`.
-        setting: setting of the model without which another pipeline is used.
+        index: further entries of `model_index.json` by name, as functions of a `TrainedModel`.
+        setting: setting that a model of this pipeline has; None for all models of the class.
     """
 
     model_class: str
@@ -109,7 +109,7 @@ ZEROS = "force_zeros_for_empty_prompt"
 
 
 def _has_times_per_token(trained: TrainedModel) -> bool:
-    # The time of a token is that of every second latent position, so patches must be 1 x 2 x 2.
+    """Return whether each token has its own time: that of every second latent position, for patches of 1 x 2 x 2."""
     patch = (trained.model.patch_temporal, trained.model.patch_spatial)
     return "first_frame" in trained.clean_parts and patch == (1, 2)
 
@@ -256,7 +256,7 @@ PIPELINES = (
         note="WanPipeline joins the white space of a prompt and replaces HTML entities",
     ),
 )
-"""A pipeline with a `setting` precedes that of models of the same class without it."""
+"""The first entry that fits a model is used, so a pipeline with a `setting` precedes the other one of its class."""
 
 EDITS = (
     replace(
@@ -306,12 +306,12 @@ def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pi
     """Return the pipeline that draws the same samples from a model as our sampler."""
     pipeline = pipeline_class(form, trained.model)
     if pipeline is not None and pipeline.setting is None and "reference" in trained.clean_parts:
-        # The pipeline of a picture to edit is that with the `prompt` of the text encoder, or the first one.
+        # Use the pipeline of EDITS whose text encoder has the `prompt` of the run, or the first one of this class.
         options = re.split("[:,]", trained.text_encoder or "")
         edits = [edit for edit in EDITS if edit.model_class == form.class_name]
         prompts = [TEXT_ENCODERS[edit.class_name]["text_encoder"].removeprefix("{}:") for edit in edits]
         selected = [edit for edit, prompt in zip(edits, prompts) if prompt in options]
-        [pipeline, *_] = [*selected, *edits, pipeline]
+        pipeline = (selected or edits or [pipeline])[0]
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]
     if pipeline is None or faults:
         none = "no complete pipeline of this class is written"

@@ -306,7 +306,7 @@ class RuleBook:
         for rule in self.rules:
             parts = rule.form.to_external(parameters[rule.name])
             for name, part in zip(rule.external_names, parts):
-                # Cloned, because a file cannot have two names for one storage.
+                # Cloned, because the writer drops a tensor that shares its storage with another.
                 tensors[name] = part.clone(memory_format=torch.contiguous_format)
         return tensors
 

@@ -36,7 +36,8 @@ MAX_SHARD_BYTES = 10 * 1000**3  # as in diffusers
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file by name; from a training checkpoint, the first of `ema`, `model` and `state_dict`."""
     if path.suffix not in (".safetensors", *PICKLES):
-        raise ConfigError(f"{path} is not a supported file of weights; use .safetensors, {', '.join(PICKLES)}")
+        fault = "is not a supported file of weights" if path.exists() else "does not exist"
+        raise ConfigError(f"{path} {fault}; use .safetensors, {', '.join(PICKLES)}")
     with reading(path):
         if path.suffix != ".safetensors":
             return _tensors_of(_read_pickle(path), path)

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
@@ -61,12 +62,12 @@ def crashes(former, monkeypatch, work):
 
 
 def in_a_small_process(check, former):
-    """Call `check(former, MonkeyPatch)` in a new Python: its forks are ten times cheaper than those of pytest."""
-    with get_context("spawn").Pool(1) as pool:
-        pool.apply(check, (former, pytest.MonkeyPatch()))
+    """Call `check(former, MonkeyPatch)` in a new process, which forks ten times faster than the one of pytest."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # raises if the process dies
+        pool.submit(check, former, pytest.MonkeyPatch()).result()
 
 
-def replaced(former, patch):
+def check_replacement(former, patch):
     attempts = []
     for store in crashes(former, patch, lambda store: save(store, 20, attempt=2)):
         attempts.append(newest_valid(store)[1].meta.get("attempt"))
@@ -80,10 +81,10 @@ def test_crash_while_a_checkpoint_is_replaced_leaves_a_valid_one(two_checkpoints
     """The checkpoint being replaced is the only one."""
     former = shutil.copytree(two_checkpoints, tmp_path / "former")
     shutil.rmtree(former / "iter_0000010")
-    in_a_small_process(replaced, former)
+    in_a_small_process(check_replacement, former)
 
 
-def attached(former, patch):
+def check_attachment(former, patch):
     before, losses = verify_folder(former / "iter_0000020"), []
     meta = {"held_out_loss": 0.5, "held_out_step": 20}
     for store in crashes(former, patch, lambda store: store.attach(20, meta)):
@@ -97,7 +98,7 @@ def attached(former, patch):
 
 def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_valid(two_checkpoints, tmp_path):
     """The checkpoint verifies with its old manifest or the new one."""
-    in_a_small_process(attached, shutil.copytree(two_checkpoints, tmp_path / "former"))
+    in_a_small_process(check_attachment, shutil.copytree(two_checkpoints, tmp_path / "former"))
 
 
 def test_failed_attachment_of_a_loss_damages_no_checkpoint(two_checkpoints, tmp_path, monkeypatch):

@@ -79,9 +79,10 @@ def test_a_fingerprint_of_a_wrong_type_is_read_as_none(tmp_path: Path, stored: A
             read()
 
 
-@pytest.mark.parametrize(("adapters", "recipe"), [(False, "finetune"), (True, "finetune_lora")])
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("lora", "recipe"), [(False, "finetune"), (True, "finetune_lora")])
 def test_weights_of_another_size_are_refused_with_a_cure_for_a_start(
-    tmp_path: Path, adapters: bool, recipe: str
+    tmp_path: Path, adapters: bool, lora: bool, recipe: str
 ) -> None:
     """Another `training.run_dir` would start from the same weights."""
     folder = tmp_path / "iter_0000003"
@@ -89,7 +90,7 @@ def test_weights_of_another_size_are_refused_with_a_cure_for_a_start(
     manifest = Manifest(step=3, files={}, meta={"fingerprint": {"parameters": {"w": [2]}}})
     (folder / MANIFEST).write_text(manifest.to_text())
     with pytest.raises(ConfigError, match=r"w is \[2\] in the checkpoint and \[3\] in the model") as caught:
-        check_start(folder, {"w": (3,)}, adapters=adapters, lora=adapters)
+        check_start(folder, {"w": (3,)}, adapters=adapters, lora=lora)
     message = str(caught.value)
     assert message.startswith(f"checkpoint.start_from: {folder} is of another model")
     assert "run_dir" not in message

@@ -172,6 +172,7 @@ def test_a_pipeline_is_distinguished_from_its_transformer(tmp_path, capsys):
     folder_of(tmp_path / "pipe" / "transformer", {}, {"x": torch.zeros(1)})
     assert "name its part" in refuse(capsys, tmp_path / "run", tmp_path / "pipe", kind="diffusers")
     assert "nowhere/config.json cannot" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere", kind="diffusers")
+    assert "nowhere does not exist" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere")
 
 
 MODEL = {"hidden_size": 48, "num_layers": 1, "num_attention_heads": 4, "num_classes": 3}
@@ -346,8 +347,9 @@ def test_an_objective_of_a_user_is_recorded_by_its_class(monkeypatch):
 
 
 def test_the_names_of_objectives_are_those_of_recipes():
-    """`--objective NAME` of an import accepts the same names as `objective=NAME` of training."""
+    """`--objective NAME` of an import also has the defaults of `objective=NAME`; records store every setting."""
     assert OBJECTIVES.keys() <= {entry.name for entry in registry.components()}
+    assert import_weights.read_objective("ddpm") == DDPM(discrete_steps=1000)
     assert [name_of(objective_of({"name": name})) for name in OBJECTIVES] == list(OBJECTIVES)
     learned = {"name": "ddpm", "discrete_steps": 1000, "variance": {"vlb_weight": 0.5}}
     assert objective_of(learned) == DDPM(discrete_steps=1000, variance=LearnedVariance(vlb_weight=0.5))
