@@ -265,9 +265,9 @@ def check_settings_changed(saved: Mapping[str, Any], settings: Mapping[str, Any]
     Raises:
         ConfigError: one that is not in `may_change` differs.
     """
-    changed = [name for name, now in settings.items() if saved[name] != now]
+    changed = [name for name, now in settings.items() if saved.get(name) != now]
     if not set(changed) <= may_change:
-        listed = ", ".join(f"{name} was {saved[name]} and is {settings[name]}" for name in changed)
+        listed = ", ".join(f"{name} was {saved.get(name)} and is {settings[name]}" for name in changed)
         raise ConfigError(
             f"the position in the data was saved with other settings ({listed}), where it refers to other samples; set "
             "them back, or start a new run from these weights: another training.run_dir and checkpoint.start_from=this "

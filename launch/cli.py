@@ -82,8 +82,8 @@ def parse(argv: Sequence[str]) -> Options:
     for word in words:
         if word.startswith("-"):
             flag = word.partition("=")[0]
-            hint = did_you_mean(flag, FLAGS) or "; --help shows all flags"
-            raise ConfigError(f"unknown flag {flag}{hint} (settings are written without dashes, key.path=value)")
+            hint = did_you_mean(flag, FLAGS)
+            raise ConfigError(f"unknown flag {flag}{hint or '; settings are written without dashes, key.path=value'}")
         if "=" not in word:
             raise ConfigError(_stray_word_message(word))
     options.overrides = words

@@ -82,7 +82,7 @@ def _split(text: str) -> tuple[str, str]:
     except CLIException as error:
         raise ConfigError(f"{text!r} is not an override; write key.path=value, with a value after the sign") from error
     if op is not Operation.ASSIGN:
-        raise ConfigError(f"{text!r} computes with a setting, which no override does; write {key}=VALUE")
+        raise ConfigError(f"{text!r} is not an assignment, and overrides only assign; write {key}=VALUE")
     if any(not step.partition("[")[0] for step in key.split(".")):
         raise ConfigError(f"{text!r} names no setting between its dots; write key.path=value")
     return key, value

@@ -211,7 +211,7 @@ def _rate(status: RunStatus) -> str:
     parts = [] if seconds is None else [f"{seconds:.3g} s per step"]
     parts += [f"{median(rates):,.1f} samples/s"] if rates else []
     parts += [f"MFU {median(mfu):.1%}"] if mfu else []
-    if seconds is not None and status.running and status.num_steps and status.step < status.num_steps:
+    if seconds is not None and status.running is not False and status.num_steps and status.step < status.num_steps:
         parts.append(f"ETA {format_duration(seconds * (status.num_steps - status.step))}")
     return ", ".join(parts) or "unknown yet"
 
@@ -231,7 +231,7 @@ def _loss(status: RunStatus) -> str:
     num_bad = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
     note = f"; not finite in {num_bad} of the last {len(steps[-RECENT:])} lines" if num_bad else ""
     text, span = f"{values[steps[-1]]:.4f}", max(1, min(RECENT, len(finite) // 2))
-    for name, part in (("mean of the last {} lines", finite[-span:]), ("of the {} before", finite[-2 * span : -span])):
+    for name, part in ((f"mean of the last {{}} {'finite ' * bool(num_bad)}lines", finite[-span:]), ("of the {} before", finite[-2 * span : -span])):
         if part:
             text += f", {name.format(len(part))} {mean([values[step] for step in part]):.4f}"
     return text + note

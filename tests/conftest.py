@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,7 +21,6 @@ from dit.models.registry import build_backbone
 from dit.verify.ranks import FORKS
 from energon_data.workers import background
 from tests.left_out import pytest_deselected, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
-from tests.support.ranks import forked_servers
 from tests.support.repository import REPOSITORY, changed, outputs
 
 if TYPE_CHECKING:
@@ -51,15 +49,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Run module fixtures in a temporary folder, and fork the server of ranks; fail if outputs in the clone changed."""
+    """Run module fixtures in a temporary folder; fail if outputs in the clone changed."""
     before = outputs(REPOSITORY)
     folder = tmp_path_factory.mktemp("tests")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("session"))
         patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
         patch.setenv("COUNTED_OPERATIONS", str(tmp_path_factory.mktemp("counts")))
-        with forked_servers():
-            forkserver.ensure_running()
         yield folder
     names = changed(before, outputs(REPOSITORY))
     assert not names, f"{names[:9]} in {REPOSITORY} changed during the tests: a test wrote there, or a command of yours"

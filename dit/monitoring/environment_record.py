@@ -76,7 +76,10 @@ def append_attempt(path: Path, record: dict[str, Any]) -> None:
     attempts: list[Any] = []
     if path.exists():
         try:
-            attempts = list(parse_json(read_bytes(path, follow=False)))
+            content = parse_json(read_bytes(path, follow=False))
+            if not isinstance(content, list):
+                raise ValueError("it is not a list of attempts")
+            attempts = content
         except (OSError, ValueError) as error:
             logger.warning("%s is damaged (%s); its entries of earlier attempts are lost", path, error)
     write_record(path, json.dumps([*attempts, record], indent=1) + "\n")

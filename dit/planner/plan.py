@@ -86,7 +86,7 @@ def plan(job: Job, dims: ParallelDims, *, tracer: Optional[Trace] = None) -> Pla
 
 
 def planned_step(plan: Plan, dims: ParallelDims, cluster: Cluster) -> StepTime:
-    """Return the time of a plan's step at full depth, that of its slowest pipeline rank.
+    """Return the time of a plan's step at full depth, that of the pipeline rank that ends last.
 
     The slowest rank is idle while the first micro-batch passes the ranks before it, and the last gradient returns
     through them. The first and the last micro-batch also pass the ranks after it; meanwhile, it computes as many
@@ -97,13 +97,19 @@ def planned_step(plan: Plan, dims: ParallelDims, cluster: Cluster) -> StepTime:
     layout = cluster.parallel
     pp, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
     costs = {rank: cost_of(trace, dims.micro_batches, cluster) for rank, trace in plan.ranks.items()}
-    busy = {rank: step_time(cost, dims.micro_batches, cluster, waits=0.0) for rank, cost in costs.items()}
-    slowest = max(busy, key=lambda rank: busy[rank].total)
+    busy = {rank: sum(step_time(cost, 1, cluster, waits=0.0).passes) for rank, cost in costs.items()}
     between = next((rank for rank in busy if 0 < rank < pp - 1), 0)
-    passes = [sum(busy.get(rank, busy[between]).passes) for rank in range(pp)]
+    passes = [busy.get(rank, busy[between]) for rank in range(pp)]
+    slowest = max(busy, key=lambda rank: busy[rank])
     after = passes[slowest + 1 :]
     waits = sum(passes[:slowest]) + max(0.0, 2 * sum(after) - passes[slowest] * len(after))
-    return step_time(costs[slowest], dims.micro_batches, cluster, waits / chunks)
+    seconds = dims.micro_batches * passes[slowest] + waits / chunks
+    # A faster rank waits longer; its exchange of gradients and its update may still be the last to end.
+    steps = [
+        step_time(costs[rank], dims.micro_batches, cluster, seconds - dims.micro_batches * passes[rank])
+        for rank in sorted(busy, key=lambda rank: -busy[rank])
+    ]
+    return max(steps, key=lambda step: step.total)
 
 
 def probing(job: Job, chunks: Sequence[Stage], probes: Sequence[Probe]) -> list[Job]:

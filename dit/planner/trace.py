@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,6 @@ from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
-
-if TYPE_CHECKING:
-    pass
 
 FEW_NUMBERS = 1 << 12
 """Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
@@ -79,7 +76,7 @@ class Tracer:
         if needs_server:
             context.set_forkserver_preload([__name__, "dit.planner.program"])
         self._pool = ProcessPoolExecutor(self.size, context, _begin_process)
-        self._pool.submit(int).result()  # starts all processes, before this one starts threads
+        self._pool.submit(int).result()  # forks all processes, before this one starts threads
         return self
 
     def __exit__(self, *_: object) -> None:

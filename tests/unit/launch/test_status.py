@@ -243,7 +243,7 @@ def test_nonfinite_numbers_are_shown_and_excluded_from_means(tmp_path: Path) -> 
     good = [scalars(step, loss=2.0 if step <= 5 else 1.0) for step in range(1, 11)]
     bad = [scalars(11, loss="NaN", grad_norm="NaN"), scalars(12, loss="Infinity", grad_norm="Infinity")]
     said = told(run_folder(tmp_path / "run", *good, *bad))
-    last = "mean of the last 5 lines 1.0000, of the 5 before 2.0000; not finite in 2 of the last 12 lines"
+    last = "mean of the last 5 finite lines 1.0000, of the 5 before 2.0000; not finite in 2 of the last 12 lines"
     assert said["loss"] == f"inf, {last}"
     assert said["grad"].startswith("inf, of the last 12 lines the median 0.55, the largest 1, 2 not finite;")
     nothing = told(run_folder(tmp_path / "nothing", scalars(1, loss="NaN", grad_norm="NaN")))
