@@ -27,7 +27,8 @@ from dit.durable_files import strict_json, write_atomic
 from dit.errors import EXIT_UNEXPECTED
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.progress import format_duration
-from dit.safe_files import make_folder, read_own
+from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES, newest_attempt
+from dit.safe_files import make_folder, open_to_append, read_own
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class Heartbeat:
         """Return a sentence about the rank that the others wait for; call this after a peer was lost."""
         return self._judge()[0]
 
-    def _judge(self) -> tuple[str, bool]:
+    def _judge(self) -> tuple[str, list[int], bool]:
         """Read all beats and return the verdict.
 
         The time in a beat comes from the clock of its machine, which may be wrong. So the silence of a rank is measured
@@ -173,12 +174,12 @@ class Heartbeat:
             waited = time.time() - self.phase.since
             if waited < self._limit_s - self._silent_s - self._interval_s:
                 continue
-            text, silent = self._judge()
+            text, blamed, silent = self._judge()
             if self._timeout_s is None or waited < self._limit_s:
                 continue
             starts = self.phase.name == PHASES[0]  # reading and hashing a large checkpoint may take long
             if silent or (waited >= self._timeout_s and not starts):
-                self._give_up(waited, text)
+                self._give_up(waited, text, blamed)
 
     def _check_launcher(self) -> None:
         """Send SIGTERM to this process, which then saves and stops, if its launcher has died."""
@@ -200,7 +201,7 @@ class Heartbeat:
             self.phase.go_on()
         return over
 
-    def _give_up(self, waited: float, text: str) -> None:
+    def _give_up(self, waited: float, text: str, blamed: list[int]) -> None:
         phase = self.phase
         where = _where(sys._current_frames().get(self._main))
         waits = f"rank {self._rank} {phase.name} for {format_duration(waited)} after step {phase.step or 0} ({where})"
@@ -208,6 +209,8 @@ class Heartbeat:
         logger.error(error)
         if self._is_ours():
             write_outcome(self._run_dir, Outcome(EXIT_UNEXPECTED, HANG, phase.step, self._rank, error))
+            if self._rank == min((r for r in range(self._world_size) if r not in blamed), default=self._rank):
+                self._write_incident(error, blamed)
             writing = threading.Thread(target=self._write_collectives, daemon=True)
             writing.start()
             writing.join(COLLECTIVES_S)
@@ -224,6 +227,19 @@ class Heartbeat:
                 path = self._run_dir / FOLDER / f"collectives_{self._rank}.json"
                 write_atomic(path, getattr(records, name)(), flush=False)
 
+    def _write_incident(self, error: str, blamed: list[int]) -> None:
+        """Append the incident to `metrics.jsonl`, because the rank that usually writes it may be the one that hangs."""
+        details = {"blamed": blamed, "text": error, "beats": [asdict(b) for b in read_beats(self._run_dir).values()]}
+        record = {"kind": "incident", "step": self.phase.step, "time": time.time(), "incident": HANG}
+        path = self._run_dir / METRICS_FILE
+        with suppress(OSError, ValueError), open_to_append(path) as file:
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            tail = file.read()
+            if tail and not tail.endswith(b"\n"):
+                return  # the writing rank was stopped inside a line
+            attempt = max(1, newest_attempt(tail))
+            file.write(strict_json({**record, "attempt": attempt, "details": details}).encode() + b"\n")
+
     def _write(self) -> None:
         phase = self.phase
         where = _where(sys._current_frames().get(self._main))
@@ -236,8 +252,8 @@ class Heartbeat:
 
 def verdict(
     beats: dict[int, Beat], unchanged_s: dict[int, float], rank: int, world_size: int, silent_s: float
-) -> tuple[str, bool]:
-    """Return the verdict on the ranks that block a run.
+) -> tuple[str, list[int], bool]:
+    """Return the ranks that block a run.
 
     Args:
         beats: the newest of each rank, read by `rank`.
@@ -245,7 +261,7 @@ def verdict(
         silent_s: a rank without a new beat for longer is silent.
 
     Returns:
-        A sentence about them, and whether they are silent.
+        A sentence about them, the ranks, and whether they are silent.
     """
     silent = {r: f"rank {r} never wrote a heartbeat" for r in range(world_size) if r not in beats}
     own = beats.get(rank)
@@ -260,13 +276,13 @@ def verdict(
         elif unchanged_s[peer] >= silent_s:
             silent[peer] = f"{beat} has been silent for {format_duration(unchanged_s[peer])}: stopped, dead or cut off"
     if silent:
-        return "; ".join(text for _, text in sorted(silent.items())), True
+        return "; ".join(text for _, text in sorted(silent.items())), sorted(silent), True
     present = [beat for r, beat in beats.items() if r < world_size]
     earliest = min((beat.progress for beat in present), default=(0, 0))
     late = [beat for beat in present if beat.progress == earliest]
     if len(late) == len(present):
-        return f"all {world_size} ranks are in the same phase: {late[0] if late else ''}", False
-    return "the others wait for " + "; ".join(map(str, late)), False
+        return f"all {world_size} ranks are in the same phase: {late[0] if late else ''}", [], False
+    return "the others wait for " + "; ".join(map(str, late)), sorted(beat.rank for beat in late), False
 
 
 def machine() -> str:

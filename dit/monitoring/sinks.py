@@ -84,8 +84,7 @@ class JsonlSink(Sink):
             tail = _cut_torn_line(self._descriptor)
         except OSError as error:
             raise self._failed(error) from error
-        records = map(_parse_record, reversed(tail.splitlines()))
-        self.attempt = 1 + next((record["attempt"] for record in records if record is not None), 0)
+        self.attempt = newest_attempt(tail) + 1
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
         clash = sorted(values.keys() & set(RECORD_FIELDS))
@@ -233,6 +232,12 @@ def read_records(path: Path | str) -> list[dict[str, Any]]:
     if len(records) < num_lines:
         logger.warning("%s: skipped %d damaged lines of %d", path, num_lines - len(records), num_lines)
     return records
+
+
+def newest_attempt(tail: bytes) -> int:
+    """Return the attempt of the last record in the last lines of a `metrics.jsonl`; 0 if there is none."""
+    records = map(_parse_record, reversed(tail.splitlines()))
+    return next((record["attempt"] for record in records if record is not None), 0)
 
 
 def _parse_record(line: bytes) -> Optional[dict[str, Any]]:

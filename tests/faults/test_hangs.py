@@ -41,12 +41,14 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert (record["code"], record["reason"], record["rank"]) == (70, "hang", 0)
     for words in (f"rank 1 ({stopped.host}, process {stopped.pid})", "stopped (SIGSTOP", "rank 0 "):
         assert words in record["error"], record["error"]
+    (incident,) = incidents(run_dir)
+    assert (incident["incident"], incident["details"]["blamed"]) == ("hang", [1])
     recorded = json.loads((run_dir / "heartbeats" / "collectives_0.json").read_text())
     assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
     assert len(recorded["entries"]) > 3
-    waiting = read_beats(run_dir)[0]
-    assert waiting.step >= 3
-    assert waiting.where
+    waiting = next(beat for beat in incident["details"]["beats"] if beat["rank"] == 0)
+    assert waiting["step"] >= 3
+    assert waiting["where"]
 
 
 @pytest.mark.slow
