@@ -231,7 +231,10 @@ def _loss(status: RunStatus) -> str:
     num_bad = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
     note = f"; not finite in {num_bad} of the last {len(steps[-RECENT:])} lines" if num_bad else ""
     text, span = f"{values[steps[-1]]:.4f}", max(1, min(RECENT, len(finite) // 2))
-    for name, part in ((f"mean of the last {{}} {'finite ' * bool(num_bad)}lines", finite[-span:]), ("of the {} before", finite[-2 * span : -span])):
+    for name, part in (
+        (f"mean of the last {{}} {'finite ' * bool(num_bad)}lines", finite[-span:]),
+        ("of the {} before", finite[-2 * span : -span]),
+    ):
         if part:
             text += f", {name.format(len(part))} {mean([values[step] for step in part]):.4f}"
     return text + note
