@@ -43,7 +43,8 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text of the unconditional branch of guidance")
     condition = partial(parser.add_argument, "--condition", action="append", nargs="+", metavar=("NAME", "VALUE"))
-    condition(default=[], help="another condition: numbers or .npy files; `context FILE` for an embedded text")
+    described = "a condition: a number or .npy file for all samples or for each; `context FILE` is an embedded text"
+    condition(default=[], help=f"{described} (FLUX: also `pooled FILE`)")
     size = partial(parser.add_argument, type=height_and_width, metavar="HxW")
     size("--original-size", help="condition of Stable Diffusion XL: pixels of the original (default: the target size)")
     parser.add_argument("--crop", type=top_and_left, metavar="TOP,LEFT", help="the same: corner of its crop (0,0)")

@@ -33,7 +33,7 @@ class Form(ABC):
         """Return the external tensors of a parameter."""
 
     def positions(self, size: int) -> list[Tensor]:
-        """Return, for each external tensor, the position in the parameter of each index of the permuted axis."""
+        """Return one tensor for each external tensor: the index in the parameter of each of its rows or columns."""
         indices = torch.arange(size)
         return [part.flatten() for part in self.to_external(indices[None] if self.axis else indices[:, None])]
 

@@ -1,11 +1,8 @@
 """Ranks for tests: selection of cases, comparison with one rank, and jobs in worker processes that start once."""
 
-import faulthandler
 import logging
 import os
 import pickle
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from select import select
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 from unittest import mock
 
@@ -138,21 +134,19 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def forked_servers() -> Iterator[None]:
-    """Fork a fork server of multiprocessing from this process; a new Python would import every module again.
+    """Fork a fork server of multiprocessing from this rank; a new Python would import every module again.
 
-    The server imports its modules before its first fork. This process must not have threads that a worker needs.
+    The rank must not have threads that a worker needs. A server that was forked from pytest made ranks hang.
     """
 
     def forked(path: bytes, arguments: Sequence[bytes], fds: Sequence[int]) -> int:
         server = os.fork()
         if not server:
             try:
-                _without_pytest()
                 forkserver._forkserver._lock.release()  # `ensure_running` has acquired it
                 for fd in {int(name) for name in os.listdir("/proc/self/fd")}.difference((0, 1, 2), fds):
                     with suppress(OSError):
                         os.close(fd)  # such as the end of the pipe whose closing ends the server
-                select(fds, (), ())
                 for name in forkserver._forkserver._preload_modules:
                     import_module(name)
                 forkserver.main(*fds, None)
@@ -171,14 +165,6 @@ def fork_data_server() -> None:
     """Fork the server of this rank's data workers, which ignore the signals of a run."""
     with forked_servers(), run_signals_blocked():  # the start of a resource tracker unblocks signals
         forkserver.ensure_running()
-
-
-def _without_pytest() -> None:
-    """Reset what pytest has replaced in its process: output, log handlers and hooks for errors."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    logging.root.handlers.clear()
-    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
-    faulthandler.disable()
 
 
 def _work(folder: Path, rank: int) -> None:

@@ -53,7 +53,9 @@ def test_the_record_lists_all_attempts(tmp_path, caplog):
     append_attempt(path, {"torch": "2.1"})
     append_attempt(path, {"torch": "2.2"})
     assert json.loads(path.read_text()) == [{"torch": "2.0"}, {"torch": "2.1"}, {"torch": "2.2"}]
-    path.write_text('[{"torch"')
-    append_attempt(path, {"torch": "2.3"})
-    assert json.loads(path.read_text()) == [{"torch": "2.3"}]
-    assert "env.json is damaged" in caplog.text
+    for damaged in ('[{"torch"', "null", '{"torch": "2.0"}'):
+        path.write_text(damaged)
+        caplog.clear()
+        append_attempt(path, {"torch": "2.3"})
+        assert json.loads(path.read_text()) == [{"torch": "2.3"}]
+        assert "env.json is damaged" in caplog.text
