@@ -82,8 +82,8 @@ def parse(argv: Sequence[str]) -> Options:
     for word in words:
         if word.startswith("-"):
             flag = word.partition("=")[0]
-            hint = did_you_mean(flag, FLAGS)
-            raise ConfigError(f"unknown flag {flag}{hint or '; settings are written without dashes, key.path=value'}")
+            cure = "; --help shows all flags, and settings are written without dashes, key.path=value"
+            raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, FLAGS) or cure}")
         if "=" not in word:
             raise ConfigError(_stray_word_message(word))
     options.overrides = words
