@@ -7,7 +7,6 @@ calls any `_target_`; this one accepts only a subclass of the setting's type, fr
 
 import inspect
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -16,18 +15,28 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
-from dit.config_record import CLASS_KEY, import_trusted, without_former
+from dit.config_record import CLASS_KEY, import_trusted, to_record, without_former
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError
-from dit.run_config import RunConfig
+from dit.run_config import TRAINING_FUNCTION, RunConfig
 from dit.safe_files import read_yaml
+from dit.training.pretrain import pretrain
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value
-from recipes.registry import TRAINING_FUNCTION
 
 
 def built(task: Partial) -> RunConfig:
-    """Build the parts of a configured run."""
+    """Build the parts of a run of `pretrain`."""
+    if (name := _function_name(task)) != TRAINING_FUNCTION:
+        raise ConfigError(
+            f"{name} is not {TRAINING_FUNCTION}, of which runs are checked, planned and measured; only train with this "
+            "recipe (--yes), or print its settings (--print-config)"
+        )
     return RunConfig(**fiddle.build(task).keywords)
+
+
+def _function_name(task: Partial) -> str:
+    function = fiddle.get_callable(task)
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def summary(task: Partial) -> str:
@@ -52,7 +61,11 @@ def _short(value: object) -> str:
 
 def dump(task: Partial) -> str:
     """Return the complete configuration as YAML, in the order of the signatures."""
-    return yaml.safe_dump(built(task).to_record(), sort_keys=False, default_flow_style=False, width=110)
+    if (name := _function_name(task)) == TRAINING_FUNCTION:
+        record = built(task).to_record()
+    else:
+        record = {CLASS_KEY: name, **to_record(fiddle.build(task).keywords)}
+    return yaml.safe_dump(record, sort_keys=False, default_flow_style=False, width=110)
 
 
 def write(task: Partial, path: str | Path) -> None:
@@ -64,12 +77,11 @@ def write(task: Partial, path: str | Path) -> None:
         raise ConfigError(f"cannot write the configuration to {path}: {error.strerror}; choose another file") from error
 
 
-def load(path: str | Path, function: Callable[..., object], load_component: Callable[[str], None]) -> Partial:
-    """Read a configuration of `function` from a YAML file.
+def load(path: str | Path) -> Partial:
+    """Read a configuration of `pretrain` from a YAML file.
 
     Args:
         path: the file, or a run folder, of which `config.yaml` is read.
-        function: the training function; its signature has the type of each part.
     """
     path = Path(path)
     if path.is_dir():
@@ -77,13 +89,13 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     raw = read_yaml(path, ConfigError, "--to-yaml FILE writes one")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}, not settings; --to-yaml FILE writes such a file")
-    target = raw.pop(CLASS_KEY, f"{function.__module__}.{function.__qualname__}")
+    target = raw.pop(CLASS_KEY, TRAINING_FUNCTION)
     raw.pop("_partial_", None)
-    if str(target).rpartition(".")[2] != TRAINING_FUNCTION:
-        raise ConfigError(f"{path} configures {target}, not a training run; save one with --to-yaml")
-    task = Partial(function)
+    if target != TRAINING_FUNCTION:
+        raise ConfigError(f"{path} configures {target}, not {TRAINING_FUNCTION}; save a training run with --to-yaml")
+    task = Partial(pretrain)
     try:
-        _fill(task, raw, "", load_component)
+        _fill(task, raw, "")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     missing = [name for name in parameters(task) if not hasattr(task, name)]
@@ -92,24 +104,24 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     return task
 
 
-def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component: Callable[[str], None]) -> None:
+def _fill(node: Config | Partial, raw: dict[str, Any], path: str) -> None:
     for name, value in raw.items():
         key = f"{path}.{name}" if path else str(name)
-        setattr(node, name, _read(value, normalise(annotation_of(node, str(name), path)), key, load_component))
+        setattr(node, name, _read(value, normalise(annotation_of(node, str(name), path)), key))
 
 
-def _read(value: object, annotation: object, key: str, load_component: Callable[[str], None]) -> object:
+def _read(value: object, annotation: object, key: str) -> object:
     targets = component_types(annotation)
     if isinstance(value, dict) and (targets or CLASS_KEY in value):
         settings = without_former(value)
         kind = _target(settings.pop(CLASS_KEY, None), targets, key)
         config = Config(kind)
-        _fill(config, settings, key, load_component)
+        _fill(config, settings, key)
         return config
     if isinstance(value, list):
         lists = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is list]
         element = get_args(lists[0])[0] if lists else Any
-        return [_read(v, element, f"{key}[{i}]", load_component) for i, v in enumerate(value)]
+        return [_read(v, element, f"{key}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, dict):
         return value
     accepts_text = str in (annotation, *getattr(annotation, "__args__", ()))
@@ -118,7 +130,7 @@ def _read(value: object, annotation: object, key: str, load_component: Callable[
     if accepts_text and type(value) not in (*get_args(annotation), type(None)):
         raise ConfigError(f"{key} is a text, which YAML reads as {value!r} without quotes; write it in quotes")
     # Any other scalar is parsed like the same text on the command line, so that both accept the same values.
-    return parse_value("none" if value is None else str(value), annotation, key, load_component)
+    return parse_value("none" if value is None else str(value), annotation, key)
 
 
 def _target(name: object, types: list[type], key: str) -> type:

@@ -66,13 +66,12 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
     name, _, arguments = text.partition("(")
     if name not in EXECUTORS:
         raise ConfigError(f"--executor {name}: no such executor; use one of {', '.join(EXECUTORS)}")
-    hint = "launch/executors.py has its arguments"
-    call = parse_call(EXECUTORS[name], arguments, f"--executor {text}", hint)
+    call = parse_call(EXECUTORS[name], arguments, f"--executor {text}")
     try:
         config = call()
     except TypeError as error:
-        raise ConfigError(f"--executor {text}: {error.args[0]}; {hint}") from error
-    apply_overrides(config, list(overrides), lambda name: None)
+        raise ConfigError(f"--executor {text}: {error.args[0]}; launch/executors.py has its arguments") from error
+    apply_overrides(config, list(overrides))
     try:
         executor: Executor = fiddle.build(config)
     except AssertionError as error:

@@ -179,9 +179,8 @@ def read_objective(text: str) -> "Objective":
 
     from dit.objectives.base import Objective
     from launch.overrides import parse_value
-    from launch.train import load_component
 
-    objective: Objective = fiddle.build(parse_value(text, Objective, "--objective", load_component))
+    objective: Objective = fiddle.build(parse_value(text, Objective, "--objective"))
     return objective
 
 

@@ -6,24 +6,23 @@ for a run folder of that name), and does not support `X | None`.
 """
 
 import dataclasses
+import importlib
 import inspect
-import logging
 import math
 import re
 import types
 import typing
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeAlias, Union, get_args, get_origin
 
 import catalogue
-import fiddle
-from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser, parse_cli_args
+from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser
 from nemo_run.config import Config, Partial, get_type_namespace
 
 from dit.command_line import did_you_mean
-from dit.config_record import TRUST_VARIABLE
+from dit.config_record import TRUST_VARIABLE, user_packages
 from dit.errors import ConfigError
 from dit.patches import patches
 from dit.safe_files import parse_yaml
@@ -37,19 +36,16 @@ _PLAIN = (bool, int, float, str, list, dict, tuple, Path, type(None))
 _CALL = re.compile(r"^([A-Za-z_][\w.]*)(?:\((.*)\))?$", re.DOTALL)
 
 
-def apply_overrides(task: Partial, overrides: list[str], load_component: Callable[[str], None]) -> None:
+def apply_overrides(task: Partial, overrides: list[str]) -> None:
     """Apply overrides to a recipe in place.
 
     Keys with fewer dots are applied first, so `objective=edm` comes before `objective.sigma_data=1`; keys with equally
     many dots are applied in the order of the command line.
-
-    Args:
-        load_component: imports the module that registers the component of this name, if there is one.
     """
     parsed = [(*_split(text), text) for text in overrides]
     before = _parts(task)
     for key, value, text in sorted(parsed, key=lambda item: item[0].count(".")):
-        _apply(task, key, value, text, load_component)
+        _apply(task, key, value, text)
     for key, part in _parts(task).items():
         if key in before and part is not before[key]:
             _announce_defaults(key, before[key], part)
@@ -88,7 +84,7 @@ def _split(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _apply(task: Partial, key: str, value: str, text: str, load: Callable[[str], None]) -> None:
+def _apply(task: Partial, key: str, value: str, text: str) -> None:
     *parents, name = key.split(".")
     node: Node = task
     for depth, parent in enumerate(parents):
@@ -105,12 +101,12 @@ def _apply(task: Partial, key: str, value: str, text: str, load: Callable[[str],
         if elsewhere:
             raise ConfigError(f"{key} does not exist; did you mean {' or '.join(elsewhere)}?") from error
         targets = component_types(normalise(parameters(task)[path])) if len(parents) == 1 else []
-        others = [n for n in _component_names(targets) if name in parameters(_component(n, targets, path, load))]
+        others = [n for n in _component_names(targets) if name in parameters(_component(n, targets, path))]
         if 0 < len(others) <= 2:  # more names say little: half of the models have a `num_layers`
             raise ConfigError(f"{error}; {path}={f' or {path}='.join(others)} has it") from error
         raise
     try:
-        setattr(node, name, parse_value(value, annotation, key, load))
+        setattr(node, name, parse_value(value, annotation, key))
     except ConfigError as error:
         if (other := _unquote(value)) not in parameters(node):
             raise
@@ -193,13 +189,13 @@ def _parts(node: Node, path: str = "") -> dict[str, Node]:
     return parts | {k: part for key, child in parts.items() for k, part in _parts(child, key).items()}
 
 
-def parse_value(text: str, annotation: object, key: str, load_component: Callable[[str], None]) -> Any:
+def parse_value(text: str, annotation: object, key: str) -> Any:
     """Turn the text of an override into a value of the annotated type."""
     annotation = normalise(annotation)
     targets = component_types(annotation)
     is_none = text.lower() in ("none", "null") and type(None) in get_args(annotation)
     if targets and not is_none:
-        return _component(text, targets, key, load_component)
+        return _component(text, targets, key)
     if annotation is str:
         return _unquote(text)
     if annotation is Any:
@@ -231,12 +227,29 @@ def _list_of_mappings(text: str, key: str) -> Optional[list[dict[str, Any]]]:
     return value
 
 
+def load_component(name: str) -> None:
+    """Import the module that registers the component of this name.
+
+    If no module of this project does, the packages in `DIT_PACKAGES` are imported.
+    """
+    modules = [entry.module for entry in registry.components() if entry.name == name]
+    for module in modules or user_packages():
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise ConfigError(
+                f"{TRUST_VARIABLE} names {module!r}, which is not installed and not in this folder"
+            ) from error
+
+
 @patches(
     "nemo-run 0.11",
     "nemo_run/config.py: get_type_namespace, and its catalogue of factories",
     why="nemo-run interprets any word first as a factory",
 )
-def _component(text: str, targets: list[type], key: str, load_component: Callable[[str], None]) -> Config:
+def _component(text: str, targets: list[type], key: str) -> Config:
     """Build the named part, with the settings in its parentheses if there are any."""
     match = _CALL.match(text.strip())
     name, inner = (match.group(1), match.group(2)) if match else (text, None)
@@ -247,7 +260,7 @@ def _component(text: str, targets: list[type], key: str, load_component: Callabl
             part = catalogue._get((namespace, name))()
             for argument in split_arguments(inner or ""):
                 try:
-                    _apply(part, *_split(argument), argument, load_component)
+                    _apply(part, *_split(argument), argument)
                 except ConfigError as error:
                     raise ConfigError(f"{key}={text}: {error}") from error
             return part
@@ -265,30 +278,22 @@ def _component_names(targets: list[type]) -> list[str]:
     return [entry.name for entry in registry.components() if entry.target.split(".")[-1] in type_names]
 
 
-def parse_call(function: Callable[..., Any], arguments: str, option: str, hint: str) -> Callable[[], Any]:
+def parse_call(function: Callable[..., Any], arguments: str, option: str) -> Callable[[], Any]:
     """Return a call of a function with arguments such as `a=1, b=[2, 3])`.
 
     Raises:
-        ConfigError: an argument is wrong; the message starts with `option`; that of a wrong value ends with `hint`.
+        ConfigError: an argument is wrong; the message starts with `option`.
     """
-    words, names = split_arguments(arguments.removesuffix(")")), list(inspect.signature(function).parameters)
-    for argument in (word.partition("=")[0].strip() for word in words):
-        if argument not in names:
-            takes = f"takes {', '.join(names)}" if names else "takes no arguments; its settings can be overridden"
-            near = did_you_mean(argument, names)
-            raise ConfigError(f"{option}: {function.__name__} has no argument {argument!r}, it {takes}{near}")
-    logger = logging.getLogger("nemo_run.cli.cli_parser")
-    logger.disabled = True  # it logs the error that it raises
-    try:
-        call = parse_cli_args(function, words, output_type=Partial)
-    except CLIException as error:
-        cause = error
-        while isinstance(cause.__context__, CLIException):
-            cause = cause.__context__
-        raise ConfigError(f"{option}: {str(cause.args[0]).partition(' (Argument: ')[0]}; {hint}") from error
-    finally:
-        logger.disabled = False
-    return fiddle.build(call)
+    annotations, values = _annotations(function), dict[str, Any]()
+    for argument in split_arguments(arguments.removesuffix(")")):
+        name, _, text = (word.strip() for word in argument.partition("="))
+        if name not in annotations:
+            names = ", ".join(annotations)
+            takes = f"takes {names}" if names else "takes no arguments; its settings can be overridden"
+            near = did_you_mean(name, annotations)
+            raise ConfigError(f"{option}: {function.__name__} has no argument {name!r}, it {takes}{near}")
+        values[name] = parse_value(text, annotations[name], f"{option}: {name}")
+    return partial(function, **values)
 
 
 def normalise(annotation: object) -> object:

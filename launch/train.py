@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Optional
 
-from dit.config_record import TRUST_VARIABLE, user_packages
 from dit.errors import (
     EXIT_CONFIG,
     EXIT_MACHINE,
@@ -176,12 +175,10 @@ def resolve(options: cli.Options) -> "run.Partial":
     from launch import config_file, overrides
 
     if options.yaml:
-        from dit.training.pretrain import pretrain
-
-        task = config_file.load(options.yaml, pretrain, load_component)
+        task = config_file.load(options.yaml)
     else:
         task = call_recipe(str(options.factory), start=overrides.value_in(options.overrides, START))
-    overrides.apply_overrides(task, options.overrides, load_component)
+    overrides.apply_overrides(task, options.overrides)
     return task
 
 
@@ -208,29 +205,12 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
             raise
         raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
     if has_arguments:
-        factory = parse_call(factory, arguments, f"--factory {text}", "its settings can be overridden instead")
+        factory = parse_call(factory, arguments, f"--factory {text}")
     takes_start = start is not None and BASE in inspect.signature(factory).parameters and BASE not in arguments
     task = factory(base=start) if takes_start else factory()
     if not isinstance(task, run.Partial):
         raise ConfigError(f"--factory {name} returns a {type(task).__name__}; a recipe returns run.Partial(pretrain)")
     return task
-
-
-def load_component(name: str) -> None:
-    """Import the module that registers the component of this name.
-
-    If no module of this project does, the packages in `DIT_PACKAGES` are imported.
-    """
-    modules = [entry.module for entry in registry.components() if entry.name == name]
-    for module in modules or user_packages():
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
-            raise ConfigError(
-                f"{TRUST_VARIABLE} names {module!r}, which is not installed and not in this folder"
-            ) from error
 
 
 def _configure_logging(verbose: bool) -> None:

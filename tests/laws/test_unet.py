@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit.config_record import TRUST_VARIABLE
 from dit.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_OK, EXIT_PREEMPTED, ConfigError
-from dit.training.pretrain import pretrain
 from launch import config_file
-from launch.train import call_recipe, load_component
+from launch.train import call_recipe
 from launch.train import main as launch_train
 from tests.conftest import BuildModel
 from tests.integration import actions
@@ -90,9 +89,9 @@ def test_reading_a_saved_configuration_needs_trust_in_its_package(
     task, path = call_recipe(FACTORY), tmp_path / "unet.yaml"
     config_file.write(task, path)
     with pytest.raises(ConfigError, match=r"which is not in dit, energon_data, recipes,.*DIT_PACKAGES=tests"):
-        config_file.load(path, pretrain, load_component)
+        config_file.load(path)
     monkeypatch.setenv(TRUST_VARIABLE, "another, tests")
-    assert config_file.built(config_file.load(path, pretrain, load_component)) == config_file.built(task)
+    assert config_file.built(config_file.load(path)) == config_file.built(task)
 
 
 @pytest.mark.parametrize(

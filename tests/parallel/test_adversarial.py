@@ -13,7 +13,7 @@ from dit.verify.ranks import run_world
 from dit.verify.report import Verdict
 from launch.config_file import built
 from launch.overrides import apply_overrides
-from launch.train import call_recipe, load_component
+from launch.train import call_recipe
 from launch.verify import Pair, check_case, tiny_pair
 from tests.support.ranks import compared, rows, selected
 
@@ -31,7 +31,7 @@ QUICK = {("pictogram_autoencoder", "dp2"), ("pictogram_vq_autoencoder", "fsdp2")
 def pair_of(recipe: str, layout: dict[str, Any], *, start_step: int = 0) -> Pair:
     """Return the tiny form of a recipe with the loss, under a layout of two ranks and on one rank."""
     task = call_recipe(recipe)
-    apply_overrides(task, ["objective.adversarial=adversarial"], load_component)
+    apply_overrides(task, ["objective.adversarial=adversarial"])
     config = built(task)
     objective = replace(config.objective, adversarial=replace(PART, start_step=start_step))
     return tiny_pair(replace(config, objective=objective, parallel=ParallelConfig(**layout)), 2)

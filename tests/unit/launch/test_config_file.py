@@ -12,11 +12,9 @@ from dit.checkpoint.resume_check import changes, check_same_experiment
 from dit.config_record import CLASS_KEY, from_record, to_record, trust_prefix
 from dit.errors import CheckpointError, ConfigError
 from dit.run_config import RunConfig
-from dit.training.pretrain import pretrain
 from examples.letters.recipes import letters_dit
 from launch import config_file
 from launch.overrides import apply_overrides
-from launch.train import load_component
 from recipes.tiny import tiny_dit, tiny_edm2
 
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=0, max_size=12)
@@ -33,7 +31,7 @@ def built(task):
 
 def reread(task, folder):
     config_file.write(task, folder / "config.yaml")
-    return config_file.load(folder / "config.yaml", pretrain, load_component)
+    return config_file.load(folder / "config.yaml")
 
 
 @settings(max_examples=15, deadline=None)
@@ -51,7 +49,7 @@ def test_a_configuration_survives_a_round_trip_through_yaml(
     task = letters_dit()
     overrides = [f"objective={objective}", f"optimizer.lr={lr!r}", f"training.ema_decay={ema_decay}"]
     overrides += [f"training.precision={precision}", f"parallel.sequence_parallel={sequence_parallel}"]
-    apply_overrides(task, overrides, load_component)
+    apply_overrides(task, overrides)
     task.training.run_dir = run_dir
     assert built(reread(task, tmp_path_factory.mktemp("round"))) == built(task)
 
@@ -67,7 +65,7 @@ def test_the_file_is_complete(tmp_path):
 def test_the_record_in_a_run_folder_is_a_valid_configuration(tmp_path):
     parts = {name: fiddle.build(getattr(tiny_dit(), name)) for name in tiny_dit().__arguments__}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_record(parts)))
-    assert built(config_file.load(tmp_path, pretrain, load_component)) == built(tiny_dit())
+    assert built(config_file.load(tmp_path)) == built(tiny_dit())
 
 
 def test_a_record_may_have_a_former_setting_without_effect(tmp_path):
@@ -76,7 +74,7 @@ def test_a_record_may_have_a_former_setting_without_effect(tmp_path):
     record = config.to_record()
     record["model"]["dropout"] = 0.0
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
-    loaded = config_file.built(config_file.load(tmp_path, pretrain, load_component))
+    loaded = config_file.built(config_file.load(tmp_path))
     assert loaded == config == RunConfig.from_record(record)
     assert changes(record, config) == []
     record["model"]["dropout"] = 0.1
@@ -105,13 +103,13 @@ def test_an_invalid_file_is_refused_with_the_line(tmp_path, old, new, word):
     assert old in text
     (tmp_path / "config.yaml").write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=word):
-        config_file.load(tmp_path / "config.yaml", pretrain, load_component)
+        config_file.load(tmp_path / "config.yaml")
 
 
 def test_a_date_that_does_not_exist_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("a: 2024-13-99")
     with pytest.raises(ConfigError, match="--to-yaml FILE writes"):
-        config_file.load(tmp_path / "config.yaml", pretrain, load_component)
+        config_file.load(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("trusted", ["", "other", "test", "tests.unit", ".", "tests.unit.launch"])
@@ -143,13 +141,13 @@ def test_no_other_package_is_imported(monkeypatch, name):
 def test_a_file_without_a_part_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("training: {num_steps: 3}\n")
     with pytest.raises(ConfigError, match="lacks model, data"):
-        config_file.load(tmp_path / "config.yaml", pretrain, load_component)
+        config_file.load(tmp_path / "config.yaml")
 
 
 def test_yaml_floats_without_a_dot_are_numbers(tmp_path):
     """YAML 1.1 reads 3e-4 as a string."""
     (tmp_path / "config.yaml").write_text(config_file.dump(tiny_dit()).replace("  lr: 0.003\n", "  lr: 3e-4\n"))
-    assert config_file.load(tmp_path / "config.yaml", pretrain, load_component).optimizer.lr == 3e-4
+    assert config_file.load(tmp_path / "config.yaml").optimizer.lr == 3e-4
 
 
 @pytest.mark.parametrize("text", ["0123", "089", "1_23"])
@@ -157,7 +155,7 @@ def test_a_number_with_leading_zeros_is_decimal(tmp_path, text):
     """As on the command line; YAML 1.1 reads 0123 to base 8."""
     file = tmp_path / "config.yaml"
     file.write_text(config_file.dump(tiny_dit()).replace("  seed: 1234\n", f"  seed: {text}\n", 1))
-    assert config_file.load(file, pretrain, load_component).training.seed == int(text)
+    assert config_file.load(file).training.seed == int(text)
 
 
 @pytest.mark.parametrize("text", ["23:50:00", "0123", "on", "1.50", "2026-01-31"])
@@ -166,14 +164,14 @@ def test_a_text_that_yaml_reads_as_another_value_needs_quotes(tmp_path, text):
     file, dump = tmp_path / "config.yaml", config_file.dump(tiny_dit())
     file.write_text(dump.replace("wandb_name: null", f"wandb_name: {text}"))
     with pytest.raises(ConfigError, match=r"logging\.wandb_name is a text, .*; write it in quotes"):
-        config_file.load(file, pretrain, load_component)
+        config_file.load(file)
     file.write_text(dump.replace("wandb_name: null", f"wandb_name: '{text}'"))
-    assert config_file.load(file, pretrain, load_component).logging.wandb_name == text
+    assert config_file.load(file).logging.wandb_name == text
 
 
 def test_an_optional_list_of_numbers_is_read_back(tmp_path):
     task = letters_dit()
-    apply_overrides(task, ["data.crop_size=[16, 24]", "logging.profile_steps=[2, 3]"], load_component)
+    apply_overrides(task, ["data.crop_size=[16, 24]", "logging.profile_steps=[2, 3]"])
     assert built(reread(task, tmp_path)) == built(task)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 from launch import cli
 from launch.config_file import built
 from launch.overrides import apply_overrides
-from launch.train import call_recipe, load_component
+from launch.train import call_recipe
 from tests.support import slurm
 from tests.unit.launch.pages import FILES, MARKDOWN, ROOT, blocks, follow, shown_commands, without_assignments
 
@@ -112,7 +112,7 @@ COMMANDS = [command for page in PAGES for line in lines(page) if (command := par
 def test_a_documented_command_plans_at_its_world_size(command):
     """The dry run makes every check of training that needs neither this machine nor the data."""
     task = call_recipe(command.recipe)
-    apply_overrides(task, list(command.overrides), load_component)
+    apply_overrides(task, list(command.overrides))
     dims, _ = built(task).check(command.world_size)
     assert command.world_size in (None, dims.world_size)
 
@@ -228,7 +228,7 @@ def test_a_documented_grid_dry_runs(line, tmp_path, monkeypatch, capsys):
         _, recipe, *rest = re.split(r"--factory (\S+) ", cell)
         task = call_recipe(recipe)
         given = [word for word in shlex.split(rest[0]) if OVERRIDE.fullmatch(word)]
-        apply_overrides(task, given, load_component)
+        apply_overrides(task, given)
         built(task).check(int(ranks) * (int(nodes[1]) if nodes else 1))
 
 

@@ -15,7 +15,7 @@ from launch import dry_run
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.planned_sample import Sample, planned_sample
-from launch.train import call_recipe, load_component
+from launch.train import call_recipe
 
 
 def laid_out(task, world_size=None):
@@ -72,7 +72,7 @@ def test_the_report_lists_the_values_of_a_sample(recipe, values):
 def test_networks_of_the_objective_are_counted():
     """The discriminator has convolutions 4 x 4 from 3 channels to one score, with one bias and three norms."""
     task = call_recipe("pictogram_autoencoder")
-    apply_overrides(task, ["objective.adversarial=adversarial"], load_component)
+    apply_overrides(task, ["objective.adversarial=adversarial"])
     text = dry_run.report(task, world_size=1, tokens=(1, 4, 4))
     line = r"parameters +([\d,]+), and ([\d,]+) of networks that the objective adds\n"
     count, added = (int(number.replace(",", "")) for number in re.search(line, text).groups())

@@ -19,14 +19,14 @@ from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from launch.argument_types import split_arguments
 from launch.overrides import all_keys, apply_overrides, parse_value, value_of
-from launch.train import call_recipe, load_component
+from launch.train import call_recipe
 from recipes import registry
 from tests.unit.launch.recipes_for_tests import ending
 
 
 def overridden(*texts: str) -> run.Partial:
     task = ending()
-    apply_overrides(task, list(texts), load_component)
+    apply_overrides(task, list(texts))
     return task
 
 
@@ -54,7 +54,7 @@ def overridden(*texts: str) -> run.Partial:
     ],
 )
 def test_a_text_becomes_a_value_of_the_annotated_type(annotation, text, value):
-    parsed = parse_value(text, annotation, "key", load_component)
+    parsed = parse_value(text, annotation, "key")
     assert parsed == value
     assert type(parsed) is type(value)
 
@@ -75,12 +75,12 @@ def test_a_text_becomes_a_value_of_the_annotated_type(annotation, text, value):
 )
 def test_a_text_of_another_type_is_refused_with_the_expected_one(annotation, text, expected):
     with pytest.raises(ConfigError, match=expected):
-        parse_value(text, annotation, "key", load_component)
+        parse_value(text, annotation, "key")
 
 
 def test_lists_are_not_shared_between_parses():
     """nemo-run caches parsed values, so two settings with the same text would share one list."""
-    first, second = (parse_value("[1, 2]", list[int], "key", load_component) for _ in range(2))
+    first, second = (parse_value("[1, 2]", list[int], "key") for _ in range(2))
     assert first == second
     assert first is not second
 
@@ -142,7 +142,7 @@ def test_assignment_to_an_entry_is_refused(text):
 def test_the_error_for_a_misspelt_setting_suggests_the_correct_name(recipe):
     """Also where a default is a list, which fiddle's `getattr` does not return."""
     with pytest.raises(ConfigError, match=r"did you mean training\.num_steps\?"):
-        apply_overrides(call_recipe(recipe), ["training.num_stepz=3"], load_component)
+        apply_overrides(call_recipe(recipe), ["training.num_stepz=3"])
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_the_error_for_a_misspelt_setting_suggests_the_correct_name(recipe):
 )
 def test_the_error_for_a_setting_of_another_part_names_that_part(text, says):
     task = call_recipe("tiny_dit")
-    apply_overrides(task, ["data=mock", "objective=flow_matching"], load_component)
+    apply_overrides(task, ["data=mock", "objective=flow_matching"])
     with pytest.raises(ConfigError, match=says):
-        apply_overrides(task, [text], load_component)
+        apply_overrides(task, [text])
 
 
 def test_the_error_for_the_name_of_another_setting_as_a_value_names_that_setting():
@@ -185,7 +185,7 @@ def test_the_error_for_the_name_of_another_setting_as_a_value_names_that_setting
 )
 def test_a_misspelt_part_or_a_short_name_is_answered_with_the_correct_one(text, says):
     with pytest.raises(ConfigError, match=says):
-        apply_overrides(call_recipe("tiny_dit"), [text], load_component)
+        apply_overrides(call_recipe("tiny_dit"), [text])
 
 
 @pytest.mark.parametrize("part", registry.components(), ids=lambda part: part.name)
@@ -252,7 +252,7 @@ def test_data_can_be_replaced_by_name():
     def feeds(data: DataConfig) -> None: ...
 
     task = run.Partial(feeds, data=run.Config(EnergonData, path="somewhere"))
-    apply_overrides(task, ["data.shapes=['1x8x8']", "data=mock", "data.height=8"], load_component)
+    apply_overrides(task, ["data.shapes=['1x8x8']", "data=mock", "data.height=8"])
     assert task.data.__fn_or_cls__ is MockData
     assert task.data.shapes == ["1x8x8"]
     assert task.data.height == 8
@@ -262,7 +262,7 @@ def test_a_replaced_part_names_the_settings_that_become_defaults(capsys):
     task = ending()
     task.objective.prediction, task.objective.time_distribution = "x0", "logit_normal"
     chosen = ["objective=contrastive_flow_matching", "objective.time_distribution=logit_normal"]
-    apply_overrides(task, chosen, load_component)
+    apply_overrides(task, chosen)
     assert capsys.readouterr().err == (
         "objective was replaced and now has the defaults objective.prediction=velocity; "
         "to keep the former values, add objective.prediction=x0\n"

@@ -65,12 +65,12 @@ def test_the_overrides_of_a_row_build_its_layout(written):
     """Applied to the recipe, they give the layout that the row names."""
     from launch.config_file import built
     from launch.overrides import apply_overrides
-    from launch.train import call_recipe, load_component
+    from launch.train import call_recipe
 
     _, record = written
     for row in (record["fitting"][0], record["fitting"][-1]):
         task = call_recipe("tiny_dit")
-        apply_overrides(task, ["model.num_attention_heads=2", *row["overrides"]], load_component)
+        apply_overrides(task, ["model.num_attention_heads=2", *row["overrides"]])
         dims, _ = built(task).check(4)
         assert f"DP{dims.data_parallel_size} " in row["layout"]
         assert ("FSDP" in row["layout"]) == (task.parallel.data_parallel == "fsdp")

@@ -19,8 +19,8 @@ from dit.optimizer.schedules import Schedule
 from dit.ranges import FINITE, SHARE_BELOW_1, Range, check_path, whole
 from dit.run_config import RunConfig
 from launch import config_file, dry_run
-from launch.overrides import apply_overrides
-from launch.train import call_recipe, load_component
+from launch.overrides import apply_overrides, load_component
+from launch.train import call_recipe
 from recipes import registry
 
 HUGE = 10**30
@@ -114,7 +114,7 @@ MAY_BE_HUGE = {
 @cache
 def base(recipe: str, *overrides: str) -> Any:
     task = call_recipe(recipe)
-    apply_overrides(task, list(overrides), load_component)
+    apply_overrides(task, list(overrides))
     return task
 
 

@@ -8,7 +8,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.run_config import RunConfig
 from launch.config_file import built
 from launch.overrides import apply_overrides
-from launch.train import call_recipe, load_component
+from launch.train import call_recipe
 from tests.support.batches import pack_of
 
 
@@ -29,5 +29,5 @@ def noise_for(batch: PackedBatch, step: int = 0) -> AddressedNoise:
 
 def run_config(recipe: str, *overrides: str) -> RunConfig:
     task = call_recipe(recipe)
-    apply_overrides(task, list(overrides), load_component)
+    apply_overrides(task, list(overrides))
     return built(task)
