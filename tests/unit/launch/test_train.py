@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dit.monitoring import run_lock
 from dit.planner.devices import DEVICES
@@ -93,7 +94,22 @@ def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
         (["--factory", "tiny_dit", "--yes", "training.num_stepz=3"], ["did you mean training.num_steps?"]),
         (["--factory", "tiny_dit", "--yes", "training.lr=3"], ["did you mean optimizer.lr?"]),
         (["--factory", "tiny_dit", "--yes", "training.hidden_size=3"], ["did you mean model.hidden_size?"]),
-        (["--factory", "tiny_dit", "--num_steps=5"], ["unknown flag --num_steps", "without dashes"]),
+        (
+            ["--factory", OWN, "--dryrun"],
+            ["recipes_for_tests.pretrain is not", "dit.training.pretrain.pretrain", "--yes"],
+        ),
+        (
+            ["--factory", "tiny_dit", "--num_steps=5"],
+            ["unknown flag --num_steps", "without dashes: training.num_steps=5 or sampling.num_steps=5\n"],
+        ),
+        (["--factory", "tiny_dit", "--training.num_steps=5"], ["without dashes: training.num_steps=5\n"]),
+        (["--factory", "tiny_dit", "--yes", "--lr", "3e-4"], ["without dashes: optimizer.lr=3e-4\n"]),
+        (["--factory", OWN, "--yes", "--run-dir"], ["without dashes: training.run_dir=VALUE\n"]),
+        (
+            ["--factory", "tiny_dit", "--no_such_setting=5"],
+            ["--help shows all flags, and settings are", "key.path=value"],
+        ),
+        (["--factory", "leters_dit", "--num_stepz=5"], ["unknown flag --num_stepz; --help shows"]),
         (["--factory", "tiny_dit", "--yes", "optimizer.lr=-1"], ["optimizer.lr=-1.0", "at least 0"]),
         (["--factory", "tiny_dit", "--yes", "training.run_dir='\0'"], ["training.run_dir", "is not a path"]),
         (["--factory", OWN, "--yes", "model.hiden_size=3"], ["model.hiden_size", "model.hidden_size"]),
@@ -105,10 +121,7 @@ def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
         (["--factory", OWN, "--yes", "objective=ddpm(predicton='v')"], ["objective=ddpm", "prediction"]),
         (["--factory", OWN, "--yes", "model.num_layers="], ["model.num_layers="]),
         (["--factory", OWN, "--yes", "objective=edm", "objective.p_std=-1"], ["p_std"]),
-        (
-            ["--factory", OWN + "(num_steps=x)", "--yes"],
-            ["(num_steps=x): Failed to parse 'x' as <class 'int'>: Invalid"],
-        ),
+        (["--factory", OWN + "(num_steps=x)", "--yes"], ["(num_steps=x): num_steps=x is not a whole number\n"]),
         (["--yaml", "/no/such/file.yaml", "--yes"], ["/no/such/file.yaml", "--to-yaml"]),
     ],
 )
@@ -123,6 +136,20 @@ def test_a_command_line_error_exits_with_code_2_and_names_the_cure(arguments, wo
     assert "Fiddle" not in err
     for word in words:
         assert word in err
+
+
+def test_the_settings_of_another_training_function_are_printed_and_written(tmp_path, capsys):
+    """`launch/train.sh` writes them to read the run folder."""
+    assert train.main(["--factory", OWN, "--print-config", "training.num_steps=7"]) == 0
+    printed = capsys.readouterr().out
+    record = yaml.safe_load(printed)
+    assert record["_target_"] == "tests.unit.launch.recipes_for_tests.pretrain"
+    assert (record["training"]["num_steps"], record["training"]["run_dir"]) == (7, "runs/default")
+    file = tmp_path / "run.yaml"
+    assert train.main(["--factory", OWN, "--to-yaml", str(file), "training.num_steps=7"]) == 0
+    assert file.read_text() == printed
+    assert train.main(["--yaml", str(file), "--yes"]) == 2
+    assert "configures tests.unit.launch.recipes_for_tests.pretrain, not dit.training" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("4096", (4096,)), ("24x32x32", (24, 32, 32))])
