@@ -8,6 +8,7 @@ or scripts.
 """
 
 import argparse
+import inspect
 import os
 import shlex
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Optional
 
+from dit.config_record import TRUST_VARIABLE
 from dit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, ConfigError, UserError, one_line_errors
 from dit.terminal import echo
 from launch import cli, environment, grid
@@ -83,18 +85,32 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
 def check(cells: Sequence[grid.Cell], executor: "Executor") -> None:
     """Check the settings of every run before one of them starts or waits in a queue.
 
-    Paths in a container are unknown here, so its runs are not checked.
+    Paths and packages in a container are unknown here, so its runs are checked if their settings depend on neither.
     """
     from launch import config_file, train
 
     ranks = executor.nnodes() * executor.nproc_per_node()
-    for cell in cells if getattr(executor, "container_image", None) is None else ():
+    in_container = getattr(executor, "container_image", None) is not None
+    for cell in cells:
+        if in_container and _depends_on_container(cell.recipe, executor):
+            continue
         try:
-            task = train.resolve(cli.Options(factory=cell.recipe, overrides=cell.overrides))
-            config_file.built(task).check(ranks)
+            config = config_file.built(train.resolve(cli.Options(factory=cell.recipe, overrides=cell.overrides)))
+            if in_container:
+                config.sampling.vae = None
+            config.check(ranks)
         except UserError as error:
             line = str(error).splitlines()[0]
             raise type(error)(f"{cell.name} (ranks of --executor: {ranks}): {line}") from error
+
+
+def _depends_on_container(recipe: str, executor: "Executor") -> bool:
+    """Return whether a recipe may read folders, or needs packages of the user."""
+    from launch import train
+
+    name = recipe.partition("(")[0]
+    has_packages = TRUST_VARIABLE in {**os.environ, **executor.env_vars}
+    return has_packages or "." in name or bool(inspect.signature(train.find_recipe(name)).parameters)
 
 
 def execute(

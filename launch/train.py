@@ -182,6 +182,21 @@ def resolve(options: cli.Options) -> "run.Partial":
     return task
 
 
+def find_recipe(name: str) -> Callable[..., object]:
+    """Return the function of a recipe given as `name` or `package.module.name`."""
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        module, attribute = next((e.module, e.function) for e in registry.recipes() if e.name == name)
+    try:
+        function: Callable[..., object] = getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        # A module that is missing in the recipe's own imports is not a misspelt recipe.
+        if isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name)):
+            raise
+        raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
+    return function
+
+
 def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
     """Call a recipe given as `name`, `package.module.name` or `name(argument=value)`.
 
@@ -194,16 +209,7 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
     from launch.overrides import parse_call
 
     name, has_arguments, arguments = text.partition("(")
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        module, attribute = next((e.module, e.function) for e in registry.recipes() if e.name == name)
-    try:
-        factory: Callable[..., object] = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        # A module that is missing in the recipe's own imports is not a misspelt recipe.
-        if isinstance(error, ModuleNotFoundError) and not module.startswith(str(error.name)):
-            raise
-        raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
+    factory = find_recipe(name)
     if has_arguments:
         factory = parse_call(factory, arguments, f"--factory {text}")
     takes_start = start is not None and BASE in inspect.signature(factory).parameters and BASE not in arguments

@@ -190,6 +190,27 @@ def test_an_executor_that_cannot_be_built_and_settings_that_cannot_run_are_named
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tiny_dit", "training.num_stepz=5"], "did you mean training.num_steps?"),
+        (["tiny_dit", "optimizer.lr=-1"], "optimizer.lr=-1.0"),
+        (["tiny_dit", "training.global_batch_size=128", "sampling.vae=/in/the/container"], None),
+        (["own_data", "model.class_dropoud=0.2"], None),  # its folder, and so its model, are in the container
+        (["finetune(base='/in/the/container')", "training.num_stepz=5"], None),
+        (["recipes.of_the_container.mine", "training.num_stepz=5"], None),
+        (["tiny_dit", "objective=mine", "executor.env_vars={'DIT_PACKAGES': 'mine'}"], None),
+    ],
+)
+def test_settings_of_runs_in_a_container_are_checked_if_they_depend_on_no_folder(monkeypatch, capsys, words, message):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    where = ["--executor", SLURM, "--runs", "/runs", "executor.container_image=image"]
+    code = experiment.main([*where, "--dryrun", "--factory", *words])
+    error = capsys.readouterr().err
+    assert code == (EXIT_OK if message is None else EXIT_CONFIG), error
+    assert (message or "") in error
+
+
 def test_a_job_that_slurm_refuses_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid --time' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
