@@ -6,8 +6,7 @@ only the factory and the overrides are passed to it.
 
 import argparse
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn, Optional
@@ -16,7 +15,6 @@ from dit.command_line import did_you_mean, long_options, with_cure
 from dit.errors import ConfigError
 from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS
-from launch import environment
 from launch.argument_types import at_least_one, number_in
 from recipes import registry
 
@@ -78,41 +76,28 @@ class Options:
         return not (self.help or self.list_recipes or self.describe or self.dryrun or self.print_config or self.to_yaml)
 
 
-def parse(argv: Sequence[str]) -> Options:
-    """Read the flags and collect the overrides."""
+def parse(argv: Sequence[str], keys_of: Callable[[Options], Sequence[str]] = lambda options: ()) -> Options:
+    """Read the flags and collect the overrides.
+
+    Args:
+        keys_of: returns the settings of the selected run, for the error of an unknown flag.
+    """
     options, words = PARSER.parse_known_args(argv, Options())
     for word, following in zip(words, [*words[1:], "-"]):
         if word.startswith("-"):
             flag, has_value, value = word.partition("=")
             if not has_value:
                 value = "VALUE" if following.startswith("-") or "=" in following else following
-            settings = [f"{key}={value}" for key in _settings_named(flag.lstrip("-").replace("-", "_"), options)]
-            cure = did_you_mean(flag, FLAGS) or (
-                "; --help shows all flags, and settings are written without dashes, key.path=value"
-            )
+            name = flag.lstrip("-").replace("-", "_")
+            settings = [f"{key}={value}" for key in keys_of(options) if name in (key, key.rpartition(".")[2])]
             if settings:
-                cure = f"; settings are written without dashes: {' or '.join(settings)}"
-            raise ConfigError(f"unknown flag {flag}{cure}")
+                raise ConfigError(f"unknown flag {flag}; settings are written without dashes: {' or '.join(settings)}")
+            cure = "; --help shows all flags, and settings are written without dashes, key.path=value"
+            raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, FLAGS) or cure}")
         if "=" not in word:
             raise ConfigError(_stray_word_message(word))
     options.overrides = words
     return options
-
-
-def _settings_named(name: str, options: Options) -> list[str]:
-    """Return the settings of the selected run with this path or last name; none if the run cannot be resolved."""
-    if not options.source:
-        return []
-    environment.prepare(quiet=True)
-    with suppress(Exception):  # of the recipe's own module; the unknown flag is the first error of the command line
-        from launch.overrides import all_keys
-        from launch.train import resolve
-
-        if options.factory:
-            check_factory(options.factory)
-        keys = all_keys(resolve(Options(factory=options.factory, yaml=options.yaml)))
-        return [key for key in keys if name in (key, key.rpartition(".")[2])]
-    return []
 
 
 def check_factory(name: str) -> None:

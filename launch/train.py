@@ -10,6 +10,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import (
@@ -45,7 +46,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command line and return the exit code of the process."""
     verbose = False
     try:
-        options = cli.parse(sys.argv[1:] if argv is None else argv)
+        options = cli.parse(sys.argv[1:] if argv is None else argv, _keys_of)
         verbose = options.verbose
         if options.starts_training:
             return _execute(options)
@@ -123,6 +124,21 @@ def _execute(options: cli.Options) -> int:
     _configure_logging(options.verbose)
     run.run(task, direct=True)
     return EXIT_OK
+
+
+def _keys_of(options: cli.Options) -> list[str]:
+    """Return the settings of the selected run; none if it cannot be resolved."""
+    if not options.source:
+        return []
+    environment.prepare(quiet=True)
+    from launch.overrides import all_keys
+
+    try:
+        if options.factory:
+            cli.check_factory(options.factory)
+        return all_keys(resolve(replace(options, overrides=[])))
+    except Exception:  # of the recipe's own module; the command line has another error
+        return []
 
 
 def _check(options: cli.Options) -> None:
