@@ -8,21 +8,29 @@ is not counted: CUDA's context, workspaces of libraries, fragmentation of the al
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
+import nemo_run as run
+
+from dit.checkpoint.base_model import start_line
+from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
+from dit.conditions import Condition
+from dit.convert.diffusers_format import export_line
+from dit.encoders.weights import weight_bytes
 from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.monitoring.flops import PackFlops
+from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig, ParallelDims
+from dit.planner.devices import DEVICES, Device, with_fp8
+from dit.planner.job import Job
+from dit.planner.plan import Plan, plan, planned_step
+from dit.planner.time import Cluster
+from dit.run_config import RunConfig
 from dit.terminal import announce, counted
+from dit.training.start_weights import start_remarks
+from launch.config_file import built, summary
 from launch.planned_sample import Sample, planned_sample
-
-if TYPE_CHECKING:
-    import nemo_run as run
-
-    from dit.conditions import Condition
-    from dit.models.base import ModelConfig
-    from dit.planner.devices import Device
-    from dit.planner.plan import Plan
-    from dit.run_config import RunConfig
 
 GIB = 2**30
 
@@ -35,7 +43,7 @@ def _described(sample: Sample) -> str:
     return f"{sample.tokens} in a sample of {t}x{h}x{w} patches{text}{cure[sample.assumed]}"
 
 
-def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, requested: bool) -> list[str]:
+def layout_lines(config: RunConfig, dims: ParallelDims, *, packed: bool, requested: bool) -> list[str]:
     """Describe the layout of a run, and the settings that were adapted to its size."""
     parallel, training = config.parallel, config.training
     batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
@@ -58,14 +66,8 @@ def _sharing(parallel: ParallelConfig, dims: ParallelDims) -> str:
     return sharing
 
 
-def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: Optional["Device"] = None) -> list[str]:
+def cost_lines(config: RunConfig, dims: ParallelDims, sample: Sample, device: Optional[Device] = None) -> list[str]:
     """Describe the costs of a run: parameters, operations, memory of a rank, checkpoint."""
-    from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
-    from dit.monitoring.flops import PackFlops
-    from dit.parallel.build import count_parameters
-    from dit.planner.job import Job
-    from dit.planner.plan import plan
-
     model, training, parallel = config.model, config.training, config.parallel
     flops = PackFlops(model, config.objective.auxiliary).training(*sample.as_pack)
     step = flops * sample.count(1) * training.global_batch_size
@@ -99,10 +101,8 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     ]
 
 
-def online_weights(config: "RunConfig") -> tuple[dict[str, int], list[str]]:
+def online_weights(config: RunConfig) -> tuple[dict[str, int], list[str]]:
     """Return the bytes of the weights of online encoders, by row; or a line if they are unknown."""
-    from dit.encoders.weights import weight_bytes
-
     encoding = config.data.online_encoding()
     if encoding is None:
         return {}, []
@@ -113,11 +113,8 @@ def online_weights(config: "RunConfig") -> tuple[dict[str, int], list[str]]:
     return {f"weights of {name}": size for name, size in sizes.items()}, []
 
 
-def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
+def _time_line(config: RunConfig, dims: ParallelDims, planned: Plan, device: Device, flops: float) -> str:
     """Describe the time of a step on nodes of 8 devices."""
-    from dit.planner.plan import planned_step
-    from dit.planner.time import Cluster
-
     overlaps = config.training.linears == "overlapped"
     time = planned_step(planned, dims, Cluster(device, dims.world_size, config.parallel, overlaps))
     most = sorted(time.parts, key=lambda part: -time.parts[part])[:3]
@@ -128,7 +125,7 @@ def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device:
     )
 
 
-def sample_line(model: "ModelConfig", of_loss: Sequence["Condition"] = ()) -> str:
+def sample_line(model: ModelConfig, of_loss: Sequence[Condition] = ()) -> str:
     """Describe the values that a model and a loss read from a sample."""
     parts = [f"latent [{model.in_channels}, T, H, W]"]
     for condition in (*model.conditions(), *of_loss):
@@ -143,7 +140,7 @@ def sample_line(model: "ModelConfig", of_loss: Sequence["Condition"] = ()) -> st
 
 
 def report(
-    task: "run.Partial",
+    task: run.Partial,
     world_size: Optional[int],
     tokens: Optional[Sequence[int]] = None,
     text_tokens: Optional[int] = None,
@@ -155,12 +152,6 @@ def report(
         tokens: of a sample, or its (t, h, w) patches; None for the value in the data settings, or 256.
         text_tokens: of its text; None for the value in the data settings, or 512.
     """
-    from dit.checkpoint.base_model import start_line
-    from dit.convert.diffusers_format import export_line
-    from dit.planner.devices import DEVICES, with_fp8
-    from dit.training.start_weights import start_remarks
-    from launch.config_file import built, summary
-
     config = built(task)
     planned_device = None if device is None else with_fp8(DEVICES[device], config.training.fp8)
     dims, _ = config.check(world_size)
