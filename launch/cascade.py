@@ -1,7 +1,6 @@
 """A cascade of models, for `--cascade` of a command: each one enlarges the pictures of the one before it."""
 
 import argparse
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from dit.condition_table import LOW_RESOLUTION
 from dit.errors import ConfigError
+from dit.inference.drawing import Request
 from launch.argument_types import read_numbers
 
 if TYPE_CHECKING:
-    from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
 SETTINGS: dict[str, Callable[[str], Any]] = {
@@ -41,17 +40,15 @@ class Stage:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Return the arguments of a command for this stage: its folder, its settings, and a picture of its own."""
-        arguments = copy.copy(args)
-        arguments.checkpoint = self.folder
-        for name, value in self.settings.items():
-            setattr(arguments, name, value)
-        arguments.out = None if args.out is None else str(self.file(Path(args.out)))
+        """Return the arguments of a command for this stage: its folder, its settings, and files of its own."""
+        arguments = argparse.Namespace(**{**vars(args), **self.settings, "checkpoint": self.folder})
+        for name in ("out", "save_latents"):
+            if (file := getattr(args, name, None)) is not None:
+                path = Path(file)
+                setattr(arguments, name, path.with_name(f"{path.stem}_{self.name}{path.suffix}"))
+        if getattr(args, "files", None) is not None:
+            arguments.files = args.files / self.name
         return arguments
-
-    def file(self, path: Path) -> Path:
-        """Return the file of this stage, where `path` is that of all."""
-        return path.with_name(f"{path.stem}_{self.name}{path.suffix}")
 
 
 def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,8 +124,8 @@ def read_pictures(path: Path) -> list[Tensor]:
 
 
 def with_pictures(
-    generator: "Generator", requests: list["Request"], pictures: Optional[Sequence[Tensor]], level: Optional[float]
-) -> tuple[list["Request"], dict[str, Any]]:
+    generator: "Generator", requests: list[Request], pictures: Optional[Sequence[Tensor]], level: Optional[float]
+) -> tuple[list[Request], dict[str, Any]]:
     """Return the requests with the low-resolution picture of each, and the size of what is drawn from them.
 
     Args:

@@ -8,21 +8,28 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from dit.backends.device import local_device
 from dit.batch import PackedBatch
 from dit.data_api import DataConfig, NoData
+from dit.encoders.comparison import compare_encoders
+from dit.encoders.online import batch_encoder
 from dit.errors import ConfigError
+from dit.inference.preview import without_levels
+from dit.objectives.base import Objective
+from dit.objectives.flow_matching import FlowMatching
+from dit.sampling.pack_selection import select_samples
 from dit.terminal import counted, echo
+from energon_data.dataset import EnergonData
 from launch import environment
 from launch.argument_types import at_least_one
 from launch.measurement import Measurement
-from launch.sample import sampling_settings, tile_settings
+from launch.sample import TILES, sampling_settings
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
-    from dit.objectives.base import Objective
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +50,6 @@ def held_out_batches(
     Args:
         to_draw: whether samples with the same conditions are drawn, of which all frames are generated.
     """
-    from dit.encoders.comparison import compare_encoders
-    from dit.encoders.online import batch_encoder
-    from dit.inference.preview import without_levels
-
     config = generator.config
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
     data = data_of(args, config.data)
@@ -67,8 +70,9 @@ def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[
 
     A generated sample has the size and the conditions of a held-out one, and noise that depends on its name only.
     """
-    tiles = tile_settings(args)
-    settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
+    settings = sampling_settings(args)
+    tiles = {name: settings.pop(name) for name in TILES}
+    settings.pop("fps")
     sampling = generator.sampling(**settings)
     for batch in held_out_batches(args, generator, to_draw=True):
         for part in _by_levels(batch.to(local_device()), generator.config.objective):
@@ -76,10 +80,8 @@ def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[
             yield real, generator.generate_pack(part, sampling, **tiles)
 
 
-def _by_levels(batch: PackedBatch, objective: "Objective") -> list[PackedBatch]:
+def _by_levels(batch: PackedBatch, objective: Objective) -> list[PackedBatch]:
     """Split a pack into packs of samples with the same noise levels, which may depend on the size of a sample."""
-    from dit.sampling.pack_selection import select_samples
-
     samples_of: dict[int, list[int]] = {}
     for i, grid in enumerate(batch.grids):
         samples_of.setdefault(math.prod(grid), []).append(i)
@@ -99,8 +101,6 @@ def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
         if getattr(data, "blend", None) is not None:
             changes |= {"blend": None, "blend_steps": None}
     if args.data is not None and not hasattr(data, "path"):
-        from energon_data.dataset import EnergonData
-
         return EnergonData(**changes)
     if isinstance(data, NoData):
         raise ConfigError("imported weights have no held-out data; name a data set with --data DIR")
@@ -114,9 +114,6 @@ def measure_loss(args: argparse.Namespace, generator: "Generator") -> Measuremen
 
     Every rank calls this.
     """
-    import torch.distributed as dist
-
-    from dit.objectives.flow_matching import FlowMatching
     from dit.training.validate import NUM_TIMES, loss_at_times, loss_sums, mean_losses
 
     config, device = generator.config, local_device()

@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dit import extensions
 from dit.backends.device import local_device
 from dit.batch import pixel_values
 from dit.errors import ConfigError, DataError
+from dit.evaluation.clip import ClipModel
 from dit.evaluation.features import Features, load_features
 from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
 from dit.evaluation.kernel_distance import kernel_distance
+from dit.evaluation.precision_recall import precision_recall
 from dit.evaluation.reference import read_features, read_gaussian, read_pictures
+from dit.evaluation.text_reader import TextReader, edit_distance, quoted_texts, words_of
 from dit.inference.decoding import Decoder, find_autoencoder
 from dit.inference.drawing import Request, draw
 from dit.safe_files import read_bytes
@@ -83,8 +87,6 @@ def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
 def precision_and_recall(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure how many generated pictures are like real ones, and the reverse; every rank calls this."""
-    from dit.evaluation.precision_recall import precision_recall
-
     real, drawn, network = _both_sides(args, generator, FeatureRows, read_features)
     precision, recall = precision_recall(real, drawn)
     line = f"precision: {100 * precision:.1f} %, recall: {100 * recall:.1f} %"
@@ -217,8 +219,6 @@ def _reference_picture(path: Path) -> Tensor:
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure how well generated pictures fit their prompts; every rank calls this."""
-    from dit.evaluation.clip import ClipModel
-
     if args.clip_model is None:
         raise ConfigError("--metric clip needs --clip-model DIR, a local folder with transformers' CLIPModel")
     requests = what_to_draw(args, generator)
@@ -237,8 +237,6 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
 def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure how well the quoted texts of prompts can be read in their pictures; every rank calls this."""
-    from dit.evaluation.text_reader import TextReader, edit_distance, quoted_texts, words_of
-
     requests = what_to_draw(args, generator)
     prompts = _prompts(args, requests)
     quoted = [quoted_texts(prompt) for prompt in prompts]
@@ -338,8 +336,6 @@ def feature_network(args: argparse.Namespace, generator: "Generator") -> Feature
 
 def _of_all_ranks(parts: list[Tensor]) -> Tensor:
     """Concatenate tensors of all ranks, rank by rank."""
-    import torch.distributed as dist
-
     from dit.backends.process_groups import gather_objects
 
     by_rank = gather_objects(parts) if dist.is_initialized() else [parts]

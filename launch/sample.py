@@ -17,14 +17,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dit.backends.device import local_device
+from dit.data_api import NoData
+from dit.encoders.pretrained import recorded_name
+from dit.encoders.vae import Geometry
 from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.inference.decoding import Decoder, find_autoencoder
+from dit.inference.drawing import batches, draw
+from dit.inference.gallery import Gallery, check_ending, default_clip_ending
+from dit.inference.sizes import check_size
 from dit.ranges import ASPECTS, COUNT_OR_ZERO, FINITE, POSITIVE, SEED
+from dit.sampling.clips import CLIP_WRITERS
 from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser, height_and_width, number_in
 from launch.cascade import (
-    Stage,
     add_cascade_arguments,
     check_augmentation,
     read_pictures,
@@ -43,15 +50,16 @@ from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
     from dit.backends.process_groups import ProcessGroups
-    from dit.encoders.vae import Geometry
     from dit.inference.generator import Generator
 
 SOLVERS, VARIANCES, THRESHOLDINGS = (
     get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance", "thresholding")
 )
+TILES = ("tile", "tile_overlap")
+"""Keyword arguments of `generate` without a setting of the run."""
 SETTINGS = (
     *("solver", "variance", "guidance_scale", "guidance_channels", "guidance_rescale", "guidance_norm"),
-    *("guidance_interval", "churn", "thresholding", "seed", "fps"),
+    *("guidance_interval", "churn", "thresholding", "seed", "fps", *TILES),
 )
 """Keyword arguments of `generate` that are flags of the same name."""
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or animation, and as separate files."
@@ -187,7 +195,7 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `generate`; None selects the setting of the run."""
-    return {"num_steps": args.steps, **{name: getattr(args, name) for name in SETTINGS}, **tile_settings(args)}
+    return {"num_steps": args.steps, **{name: getattr(args, name) for name in SETTINGS}}
 
 
 def note_untrained_guidance(args: argparse.Namespace, generator: "Generator") -> None:
@@ -195,8 +203,6 @@ def note_untrained_guidance(args: argparse.Namespace, generator: "Generator") ->
 
     Imported weights have no data, and were trained with other settings.
     """
-    from dit.data_api import NoData
-
     config, negative = generator.config, getattr(args, "negative_prompt", None)
     scale = config.sampling.guidance_scale if args.guidance_scale is None else args.guidance_scale
     note = config.untrained_guidance(scale, "--guidance-scale ")
@@ -205,16 +211,10 @@ def note_untrained_guidance(args: argparse.Namespace, generator: "Generator") ->
         echo(f"note: {note}", file=sys.stderr)
 
 
-def tile_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the part of `sampling_settings` without a corresponding setting of the run."""
-    return {"tile": args.tile, "tile_overlap": args.tile_overlap}
-
-
-def read_size(args: argparse.Namespace, generator: "Generator", geometry: Optional["Geometry"]) -> dict[str, Any]:
+def read_size(args: argparse.Namespace, generator: "Generator", geometry: Optional[Geometry]) -> dict[str, Any]:
     """Return the keyword arguments of `generate` for `--size` and `--frames`, in positions of a latent."""
     if args.size is None and args.frames is None:
         return {}
-    from dit.inference.sizes import check_size
 
     frames, height, width = generator.latent_size
     if geometry is not None:
@@ -239,16 +239,8 @@ def run(args: argparse.Namespace) -> None:
     from dit.backends import process_groups
 
     for stage in stages:
-        pictures = draw_and_write(arguments_of(stage, args), pictures)
+        pictures = draw_and_write(stage.arguments(args), pictures)
         process_groups.release()  # the next model creates new groups
-
-
-def arguments_of(stage: Stage, args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments of this command for a stage of a cascade, with separate files."""
-    of_stage = stage.arguments(args)
-    of_stage.files = None if args.files is None else args.files / stage.name
-    of_stage.save_latents = None if args.save_latents is None else stage.file(args.save_latents)
-    return of_stage
 
 
 def check_writable(option: str, path: Path, folder: Path) -> None:
@@ -268,9 +260,6 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     Returns:
         The latent of each sample that this rank has drawn, `[C, T, H, W]`.
     """
-    from dit.inference.gallery import Gallery, check_ending, default_clip_ending
-    from dit.sampling.clips import CLIP_WRITERS
-
     out = Path(args.out)
     check_ending(out, [".png", *CLIP_WRITERS], "--out")
     check_writable("--out", out, out.parent)
@@ -282,9 +271,6 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     generator = open_generator(args)
     check_trained(args, generator)
     note_untrained_guidance(args, generator)
-    from dit.encoders.pretrained import recorded_name
-    from dit.inference.decoding import Decoder, find_autoencoder
-    from dit.inference.drawing import batches, draw
 
     rank, world_size = environment.rank(), environment.world_size()
     channels = generator.config.model.in_channels

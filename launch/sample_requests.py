@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from dit.backends.device import local_device
 from dit.condition_table import CONTEXT, SIZE_AND_CROP, size_and_crop
+from dit.encoders.text import load_text_encoders, texts_as_conditions
 from dit.errors import ConfigError
+from dit.inference.drawing import Request, numbered
 from dit.sampling.grid import spread
 from dit.sampling.prompt_file import LENGTHS, Prompt, read_prompts
 from dit.terminal import echo
@@ -21,9 +24,6 @@ from launch.argument_types import at_least_one, height_and_width, read_numbers, 
 from launch.initial_picture import pictures_of_texts
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
 MAX_DEFAULT_CLASSES = 36
@@ -115,7 +115,7 @@ def _read_value(name: str, word: str) -> Any:
 def encode_prompts(
     generator: "Generator",
     prompts: Sequence[str],
-    pictures: Optional[Sequence[Sequence["Image"]]] = None,
+    pictures: Optional[Sequence[Sequence[Image]]] = None,
     *,
     negative: bool = False,
 ) -> dict[str, list[Tensor]]:
@@ -131,7 +131,6 @@ def encode_prompts(
             "the checkpoint has no text encoder, because its data set names none; embed the texts yourself and give "
             "--condition context FILE.npy"
         )
-    from dit.encoders.text import load_text_encoders, texts_as_conditions
 
     encoders = load_text_encoders(generator.text_encoder, str(local_device()))
     entries = encoders.encode(prompts, pictures, negative=negative)
@@ -151,7 +150,7 @@ def what_to_draw(
     *,
     every_class: bool = False,
     references: Sequence[Sequence[Path]] = (),
-) -> list["Request"]:
+) -> list[Request]:
     """Return the requested samples: `--count` of each prompt, embedding or class.
 
     Args:
@@ -159,8 +158,6 @@ def what_to_draw(
         every_class: without a choice, request all classes, not at most `MAX_DEFAULT_CLASSES`.
         references: the pictures to edit of all prompts, or of each.
     """
-    from dit.inference.drawing import Request, numbered
-
     prompts = [Prompt(text) for text in args.prompt or ()]
     if args.prompts is not None:
         prompts = read_prompts(args.prompts)
@@ -239,7 +236,7 @@ def lengths_of(
 
 
 def encode_negatives(
-    generator: "Generator", texts: Sequence[Optional[str]], pictures: Optional[Sequence[Sequence["Image"]]]
+    generator: "Generator", texts: Sequence[Optional[str]], pictures: Optional[Sequence[Sequence[Image]]]
 ) -> list[dict[str, Tensor]]:
     """Embed each different text once; no condition for None.
 

@@ -17,7 +17,7 @@ from dit.models.unet.config import UNetConfig
 from dit.resize import enlarged
 from launch import evaluate, sample
 from launch.cascade import read_pictures, read_stages, with_pictures
-from launch.sample import arguments_of, build_parser, open_generator, run, sampling_settings
+from launch.sample import build_parser, open_generator, run, sampling_settings
 
 SUPER_RESOLUTION = EfficientUNetConfig(noise_augmentation=True)
 REQUESTS = [Request(name, {"fps": 1.0}, {}, None, i) for i, name in enumerate("ab")]
@@ -49,13 +49,13 @@ def test_a_stage_has_its_own_settings_and_files() -> None:
         ),
         *("--steps", "30", "--out", "out/x.png", "--files", "pictures", "--save-latents", "z.safetensors"),
     )
-    base, large = (arguments_of(stage, args) for stage in read_stages(args.cascade, args.stage))
+    base, large = (stage.arguments(args) for stage in read_stages(args.cascade, args.stage))
     assert (base.checkpoint, base.steps, base.guidance_scale, base.augmentation) == ("runs/a", 30, None, None)
     assert (large.checkpoint, large.steps, large.guidance_scale, large.augmentation) == ("runs/b", 20, 8.0, 0.1)
     assert (sampling_settings(large)["tile"], sampling_settings(large)["tile_overlap"]) == (64, 8)
     assert sampling_settings(base)["tile"] is None
-    assert (base.out, base.files) == ("out/x_base.png", Path("pictures/base"))
-    assert (large.out, large.save_latents) == ("out/x_sr.png", Path("z_sr.safetensors"))
+    assert (base.out, base.files) == (Path("out/x_base.png"), Path("pictures/base"))
+    assert (large.out, large.save_latents) == (Path("out/x_sr.png"), Path("z_sr.safetensors"))
 
 
 @pytest.mark.parametrize(

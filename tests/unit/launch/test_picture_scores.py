@@ -206,7 +206,7 @@ def test_the_minimum_of_precision_is_of_the_precision(
     build_model: BuildModel, features: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator, words = generator_of(CLASSES, build_model), ("--metric", "precision", "--features", "pooled")
-    monkeypatch.setattr("dit.evaluation.precision_recall.precision_recall", lambda real, drawn: (0.75, 0.25))
+    monkeypatch.setattr("launch.picture_scores.precision_recall", lambda real, drawn: (0.75, 0.25))
     for minimum, missed in (("0.5", []), ("0.8", ["below the minimum of 0.8: precision, 0.750"])):
         assert picture_scores.precision_and_recall(arguments(*words, "--minimum", minimum), generator).missed == missed
 

@@ -319,7 +319,7 @@ class LengthEncoder:
 def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, monkeypatch, capsys):
     asked = []
     load = lambda name, device: asked.append(name) or LengthEncoder()  # noqa: E731
-    monkeypatch.setattr("dit.encoders.text.load_text_encoders", load)
+    monkeypatch.setattr("launch.sample_requests.load_text_encoders", load)
     assert draw(tmp_path, "--prompt", "a bold Q") == 2
     assert "takes no text" in capsys.readouterr().err
     generator.context_size = 8
@@ -337,7 +337,7 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
 
 
 def test_negative_prompts_without_guidance_are_noted(generator, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("dit.encoders.text.load_text_encoders", lambda name, device: LengthEncoder())
+    monkeypatch.setattr("launch.sample_requests.load_text_encoders", lambda name, device: LengthEncoder())
     generator.context_size, generator.text_encoder = 8, "some encoder"
     (tmp_path / "x.jsonl").write_text('{"prompt": "a bold Q"}\n{"prompt": "an R", "negative": "ugly"}')
     prompts = ["--prompts", str(tmp_path / "x.jsonl")]
@@ -351,7 +351,7 @@ def test_negative_prompts_without_guidance_are_noted(generator, tmp_path, monkey
 
 
 def test_a_file_of_prompts_may_have_negatives_and_seeds(generator, tmp_path, monkeypatch):
-    monkeypatch.setattr("dit.encoders.text.load_text_encoders", lambda name, device: LengthEncoder())
+    monkeypatch.setattr("launch.sample_requests.load_text_encoders", lambda name, device: LengthEncoder())
     generator.context_size, generator.text_encoder = 8, "some encoder"
     lines = ['{"prompt": "a bold Q", "seed": 5}', '{"prompt": "an R", "negative": "ugly thing"}', '{"prompt": "S"}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
