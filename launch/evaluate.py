@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Optional
 
 from dit import extensions
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 EXIT_BELOW_MINIMUM = 1
 DESCRIPTION = "Measure the samples of a checkpoint, or its loss on held-out data."
 
+_of_pictures = partial(Metric, add_arguments=picture_scores.add_arguments)
 
 METRICS = {
     "loss": Metric(
@@ -33,36 +35,31 @@ METRICS = {
         more_is_better=False,
         draws=False,
     ),
-    "fid": Metric(
+    "fid": _of_pictures(
         "Frechet distance between held-out pictures, or those of --reference, and generated ones",
         picture_scores.fid,
-        picture_scores.add_arguments,
         more_is_better=False,
         takes_reference=True,
     ),
-    "kid": Metric(
+    "kid": _of_pictures(
         "kernel distance between held-out and generated pictures, unbiased for few pictures",
         picture_scores.kid,
-        picture_scores.add_arguments,
         more_is_better=False,
         takes_reference=True,
     ),
-    "precision": Metric(
+    "precision": _of_pictures(
         "share of generated pictures that are like held-out ones; recall, the reverse",
         picture_scores.precision_and_recall,
-        picture_scores.add_arguments,
         takes_reference=True,
     ),
-    "clip": Metric(
+    "clip": _of_pictures(
         "similarity of generated pictures and their prompts by a CLIP model",
         picture_scores.clip,
-        picture_scores.add_arguments,
         by_condition=True,
     ),
-    "ocr": Metric(
+    "ocr": _of_pictures(
         "share of the quoted texts of prompts that RapidOCR reads exactly in their pictures, and edit distance",
         picture_scores.ocr,
-        picture_scores.add_arguments,
         by_condition=True,
     ),
 }
