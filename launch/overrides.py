@@ -21,7 +21,7 @@ import catalogue
 from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser
 from nemo_run.config import Config, Partial, get_type_namespace
 
-from dit.command_line import did_you_mean
+from dit.command_line import closest, did_you_mean
 from dit.config_record import TRUST_VARIABLE, user_packages
 from dit.errors import ConfigError
 from dit.patches import patches
@@ -141,7 +141,7 @@ def parameters(target: Node) -> dict[str, object]:
 
 @cache
 def _annotations(fn: Callable[..., Any]) -> dict[str, object]:
-    hints = typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else fn)
+    hints = typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else inspect.unwrap(fn))
     return {name: hints.get(name, Any) for name in inspect.signature(fn).parameters}
 
 
@@ -174,7 +174,9 @@ def annotation_of(node: Node, name: str, path: str) -> object:
     name = name.partition("[")[0]
     if name in annotations:
         return annotations[name]
-    raise ConfigError(registry.no_such_setting(node.__fn_or_cls__, path, name, annotations))
+    near = [_join(path, key) for key in closest(name, annotations)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(annotations)}"
+    raise ConfigError(f"{_join(path, name)}: {node.__fn_or_cls__.__name__} has no setting {name!r}; {hint}")
 
 
 def all_keys(node: Node) -> list[str]:
@@ -310,9 +312,9 @@ def component_types(annotation: object) -> list[type]:
     """Return our classes in an annotation; empty for plain values."""
     if get_origin(annotation) is Union:
         return [t for arg in get_args(annotation) for t in component_types(arg)]
-    if get_origin(annotation) is None and inspect.isclass(annotation) and not issubclass(annotation, _PLAIN):
-        return [annotation]
-    return []
+    if annotation is Any or get_origin(annotation) is not None or not inspect.isclass(annotation):
+        return []
+    return [] if issubclass(annotation, _PLAIN) else [annotation]
 
 
 def describe(annotation: object) -> str:

@@ -7,7 +7,7 @@ the modules that are registered as entry points (`dit.extensions`).
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from dit import extensions
-from dit.command_line import closest, did_you_mean
+from dit.command_line import did_you_mean
 from dit.errors import ConfigError
 
 PACKAGE = "recipes"
@@ -148,19 +148,6 @@ def recipes() -> list[Entry]:
 def components() -> list[Entry]:
     """Return the named parts that an override such as `objective=edm` accepts."""
     return [e for e in entries() if not e.is_recipe]
-
-
-def no_such_setting(owner: Callable[..., object], path: str, name: str, names: Iterable[str]) -> str:
-    """Return the error for an unknown setting of a part, with the nearest name.
-
-    Args:
-        owner: function or class of the part.
-        path: dotted path of the part; empty for the run itself.
-    """
-    at, names = f"{path}." if path else "", list(names)
-    near = [at + key for key in closest(name, names)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
-    return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"
 
 
 def sections(group: Sequence[Entry]) -> dict[str, list[Entry]]:

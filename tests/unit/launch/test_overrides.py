@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from functools import reduce
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 import fiddle
 import nemo_run as run
@@ -51,6 +51,8 @@ def overridden(*texts: str) -> run.Partial:
         (Optional[Literal["x", "y"]], "x", "x"),
         (list[int], "[1, 2]", [1, 2]),
         (Optional[list[str]], "['1x8x8', '2x8x8']", ["1x8x8", "2x8x8"]),
+        (Any, "3", 3),
+        (Any, "data/mine", "data/mine"),
     ],
 )
 def test_a_text_becomes_a_value_of_the_annotated_type(annotation, text, value):

@@ -12,11 +12,13 @@ import pytest
 from nemo_run.config import get_type_namespace
 
 from dit.command_line import closest
+from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.parallel.build import count_parameters
 from dit.training.pretrain import pretrain
 from launch import train
 from launch.config_file import built
+from launch.overrides import parse_call
 from launch.train import call_recipe
 from recipes import registry
 from recipes.base import variant
@@ -90,6 +92,8 @@ def test_a_variant_takes_the_arguments_of_its_base(monkeypatch):
     assert inspect.signature(shorter) == inspect.signature(finetune)
     training = shorter(gpu_memory=24).training
     assert (training.num_steps, training.run_dir) == (3, "runs/finetune_for_tests")
+    with pytest.raises(ConfigError, match="shorter: gpu_memory=much is not a whole number"):
+        parse_call(shorter, "gpu_memory=much)", "shorter")
 
 
 def test_recipes_in_the_source_equal_recipes_registered_in_nemo_run():
