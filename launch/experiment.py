@@ -65,10 +65,10 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
     from launch.executors import ENVIRONMENT, EXECUTORS
     from launch.overrides import apply_overrides, parse_call
 
-    name, _, arguments = text.partition("(")
+    name = text.partition("(")[0]
     if name not in EXECUTORS:
         raise ConfigError(f"--executor {name}: no such executor; use one of {', '.join(EXECUTORS)}")
-    call = parse_call(EXECUTORS[name], arguments, f"--executor {text}")
+    call = parse_call(EXECUTORS[name], text, "--executor")
     try:
         config = call()
     except TypeError as error:

@@ -200,8 +200,6 @@ def parse_value(text: str, annotation: object, key: str) -> Any:
         return _component(text, targets, key)
     if annotation is str:
         return _unquote(text)
-    if annotation is Any:
-        return TypeParser().parse_any(text, Any)
     kinds = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
     if any(get_origin(kind) is list and get_origin(get_args(kind)[0]) is dict for kind in kinds):
         return _list_of_mappings(text, key)
@@ -280,21 +278,20 @@ def _component_names(targets: list[type]) -> list[str]:
     return [entry.name for entry in registry.components() if entry.target.split(".")[-1] in type_names]
 
 
-def parse_call(function: Callable[..., Any], arguments: str, option: str) -> Callable[[], Any]:
-    """Return a call of a function with arguments such as `a=1, b=[2, 3])`.
-
-    Raises:
-        ConfigError: an argument is wrong; the message starts with `option`.
-    """
+def parse_call(function: Callable[..., Any], text: str, option: str) -> partial[Any]:
+    """Return the call of a function that an option names as `NAME` or `NAME(a=1, b=[2, 3])`."""
+    name, has_arguments, arguments = text.partition("(")
+    if has_arguments and not arguments.endswith(")"):
+        raise ConfigError(f"{option} {text}: a parenthesis at its end is missing; write {name}(...)")
     annotations, values = _annotations(function), dict[str, Any]()
-    for argument in split_arguments(arguments.removesuffix(")")):
-        name, _, text = (word.strip() for word in argument.partition("="))
-        if name not in annotations:
+    for word in split_arguments(arguments.removesuffix(")")):
+        key, _, value = (part.strip() for part in word.partition("="))
+        if key not in annotations:
             names = ", ".join(annotations)
             takes = f"takes {names}" if names else "takes no arguments; its settings can be overridden"
-            near = did_you_mean(name, annotations)
-            raise ConfigError(f"{option}: {function.__name__} has no argument {name!r}, it {takes}{near}")
-        values[name] = parse_value(text, annotations[name], f"{option}: {name}")
+            near = did_you_mean(key, annotations)
+            raise ConfigError(f"{option} {text}: {function.__name__} has no argument {key!r}, it {takes}{near}")
+        values[key] = parse_value(value, annotations[key], f"{option} {text}: {key}")
     return partial(function, **values)
 
 

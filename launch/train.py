@@ -224,11 +224,9 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
 
     from launch.overrides import parse_call
 
-    name, has_arguments, arguments = text.partition("(")
-    factory = find_recipe(name)
-    if has_arguments:
-        factory = parse_call(factory, arguments, f"--factory {text}")
-    takes_start = start is not None and BASE in inspect.signature(factory).parameters and BASE not in arguments
+    name = text.partition("(")[0]
+    factory = parse_call(find_recipe(name), text, "--factory")
+    takes_start = start is not None and BASE in inspect.signature(factory).parameters and BASE not in factory.keywords
     task = factory(base=start) if takes_start else factory()
     if not isinstance(task, run.Partial):
         raise ConfigError(f"--factory {name} returns a {type(task).__name__}; a recipe returns run.Partial(pretrain)")

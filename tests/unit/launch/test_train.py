@@ -74,6 +74,8 @@ def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
         (["--factory", "no_such_package.recipe", "--yes"], ["no_such_package"]),
         (["--factory", "tests.unit.launch.recipes_for_tests.not_a_recipe", "--yes"], ["int", "run.Partial"]),
         (["--factory", "own_data(dta='x')", "--yes"], ["own_data has no argument 'dta'", "; did you mean data?"]),
+        (["--factory", "own_data(data='x'", "--yes"], ["own_data(data='x': a parenthesis at its end is missing"]),
+        (["--factory", "own_data(data='x') y=1", "--yes"], ["a parenthesis at its end is missing; write own_data(..."]),
         (["--factory", "tiny_dit(size=1)", "--yes"], ["tiny_dit has no argument 'size', it takes no arguments"]),
         (["--factory", "finetune_prx(size=1)", "--yes"], ["finetune_prx has no argument 'size'"]),
         (["--factory", OWN, "--badflag", "--yes"], ["--badflag", "--help"]),

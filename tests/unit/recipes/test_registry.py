@@ -92,8 +92,8 @@ def test_a_variant_takes_the_arguments_of_its_base(monkeypatch):
     assert inspect.signature(shorter) == inspect.signature(finetune)
     training = shorter(gpu_memory=24).training
     assert (training.num_steps, training.run_dir) == (3, "runs/finetune_for_tests")
-    with pytest.raises(ConfigError, match="shorter: gpu_memory=much is not a whole number"):
-        parse_call(shorter, "gpu_memory=much)", "shorter")
+    with pytest.raises(ConfigError, match=r"--factory x[(]gpu_memory=much[)]: gpu_memory=much is not a whole number"):
+        parse_call(shorter, "x(gpu_memory=much)", "--factory")
 
 
 def test_recipes_in_the_source_equal_recipes_registered_in_nemo_run():
