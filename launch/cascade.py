@@ -66,23 +66,20 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def stages_of(args: argparse.Namespace) -> list[Stage]:
-    """Return the stages in the arguments of a command."""
-    if args.guide is not None:
+    """Return the stages of `--cascade`, none for `--checkpoint`, after checks of the options for one of them."""
+    if args.cascade and args.guide is not None:
         raise ConfigError(f"--guide {args.guide} applies to one model; set it for a stage, --stage NAME guide=DIR")
-    if args.low_noise is not None:
+    if args.cascade and args.low_noise is not None:
         raise ConfigError(f"--low-noise {args.low_noise} applies to one model; use --checkpoint instead of --cascade")
-    return read_stages(args.cascade, args.stage)
-
-
-def check_augmentation(args: argparse.Namespace, stages: Sequence[Stage] = ()) -> None:
-    """Check that a level of noise is not set for the first stage, or the only model, which enlarges no picture."""
+    stages = read_stages(args.cascade or (), args.stage)
     level = stages[0].settings.get("augmentation") if stages else args.augmentation
-    if level is not None:
+    if level is not None and getattr(args, "low_resolution", None) is None:
         name = stages[0].name if stages else "the model"
         raise ConfigError(
             f"augmentation {level:g} is the noise of pictures to enlarge, and {name} gets none; set it for a later "
             "stage of --cascade, or leave it out"
         )
+    return stages
 
 
 def read_stages(cascade: Sequence[str], settings: Sequence[Sequence[str]]) -> list[Stage]:
@@ -95,7 +92,7 @@ def read_stages(cascade: Sequence[str], settings: Sequence[Sequence[str]]) -> li
         stages[name] = Stage(name, folder)
     for name, *words in settings:
         if name not in stages:
-            raise ConfigError(f"--stage {name}: there is no such stage; --cascade names {', '.join(stages)}")
+            raise ConfigError(f"--stage {name}: there is no such stage; --cascade names {', '.join(stages) or 'none'}")
         stages[name] = replace(stages[name], settings=dict(_setting(name, word) for word in words))
     return list(stages.values())
 

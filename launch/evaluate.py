@@ -15,7 +15,7 @@ from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment, held_out, picture_scores
 from launch.argument_types import command_parser
-from launch.cascade import check_augmentation, stages_of
+from launch.cascade import Stage, stages_of
 from launch.measurement import Measurement, Metric
 from launch.sample import add_sampling_arguments, note_untrained_guidance, open_generator, sampling_settings
 
@@ -104,11 +104,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError(
             f"--metric {args.metric} reads held-out data, and a cascade draws samples of classes or texts; {cure}"
         )
-    if not args.cascade:
-        check_augmentation(args)
-    missed = False
+    stages, missed = stages_of(args), False
     for name, result in (
-        measure_stages(args, metric) if args.cascade else [("", result_of(args, metric, open_generator(args)))]
+        measure_stages(args, metric, stages) if stages else [("", result_of(args, metric, open_generator(args)))]
     ):
         missed |= bool(result.missed)
         if environment.rank() > 0:
@@ -128,10 +126,10 @@ def result_of(args: argparse.Namespace, metric: Metric, generator: "Generator") 
     return metric.measure(args, generator)
 
 
-def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[str, Measurement]]:
+def measure_stages(
+    args: argparse.Namespace, metric: Metric, stages: Sequence[Stage]
+) -> Iterator[tuple[str, Measurement]]:
     """Measure the samples of a cascade after each stage; yields the name of the stage and the result."""
-    stages = stages_of(args)
-    check_augmentation(args, stages)
     environment.prepare(quiet=True)
     from dit.inference.cascade import Cascade
     from dit.inference.generator import groups_to_sample

@@ -31,13 +31,7 @@ from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser, height_and_width, number_in
-from launch.cascade import (
-    add_cascade_arguments,
-    check_augmentation,
-    read_pictures,
-    stages_of,
-    with_pictures,
-)
+from launch.cascade import add_cascade_arguments, read_pictures, stages_of, with_pictures
 from launch.initial_picture import (
     add_pictures,
     check_strength,
@@ -228,9 +222,7 @@ def read_size(args: argparse.Namespace, generator: "Generator", geometry: Option
 def run(args: argparse.Namespace) -> None:
     """Draw the samples and write them; for a cascade, those of every stage."""
     pictures = None if args.low_resolution is None else read_pictures(args.low_resolution)
-    stages = stages_of(args) if args.cascade else []
-    if pictures is None:
-        check_augmentation(args, stages)
+    stages = stages_of(args)
     if not stages:
         draw_and_write(args, pictures)
         return
@@ -283,12 +275,11 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     requests, size = with_pictures(generator, requested, pictures, args.augmentation)
     settings |= size
     strength = check_strength(args.strength, initial=args.init is not None)
-    init: dict[str, Any] = {}
+    latent_size, init = generator.size_of(settings.get("frames"), settings.get("size")), dict[str, Any]()
     if args.init is not None:
-        latent_size = generator.size_of(settings.get("frames"), settings.get("size"))
         settings |= {"initial": read_initial(args.init, latent_size, channels, decode), "strength": strength}
         init = {"init": str(args.init), "strength": strength}
-    still = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
+    still = 1, *latent_size[1:]
     if args.first_frame is not None:
         settings |= {"first_frame": read_initial(args.first_frame, still, channels, decode, "--first-frame")}
         init = {"first_frame": str(args.first_frame)}

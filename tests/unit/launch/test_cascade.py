@@ -114,6 +114,7 @@ def test_pictures_are_read_from_an_array(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--checkpoint", "a", "--stage", "sr", "steps=2"], "--stage sr: there is no such stage; --cascade names none"),
         (["--checkpoint", "a", "--augmentation", "0.1"], r"augmentation 0\.1 .* and the model gets none"),
         (
             ["--cascade", "base=a", "sr=b", "--stage", "base", "augmentation=0.1"],
@@ -121,7 +122,7 @@ def test_pictures_are_read_from_an_array(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_augmentation_of_a_model_that_enlarges_nothing_is_refused(words: list[str], says: str) -> None:
+def test_options_of_stages_that_do_not_exist_or_enlarge_nothing_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run(arguments(*words))
 
