@@ -34,7 +34,9 @@ class Parser(argparse.ArgumentParser):
         for word in takewhile(lambda word: word != "--", words if is_command else ()):
             option = word.partition("=")[0]
             if option.startswith("--") and not any(name.startswith(option) for name in options):
-                hint = did_you_mean(option, options) or "; --help shows all options"
+                has_settings = any(action.dest == "overrides" for action in self._actions)
+                settings = ", and settings are written without dashes, key.path=value" if has_settings else ""
+                hint = did_you_mean(option, options) or f"; --help shows all options{settings}"
                 self.error(f"unknown option {option}{hint}")
         return super().parse_known_args(args, namespace)
 

@@ -45,14 +45,6 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def nothing(component: str) -> None:
-    """Stand-in that loads no component."""
-
-
-def function(model: int) -> None:
-    """Stand-in for the training function."""
-
-
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metadata.json": ("metadata.json", lambda file: read_metadata(file.parent)),
     "state.json": ("state.json", lambda file: StateReader(file.parent)),
@@ -64,7 +56,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "data set": (".nv-meta/.info.json", lambda file: check_folder(file.parents[1], "train")),
     "list of files": ("metadata.jsonl", lambda file: list_folder(file.parent, frozenset({"png"}))),
     "config.yaml": ("config.yaml", lambda file: read_record(file.parent)),
-    "--yaml": ("config.yaml", lambda file: load(file, function, nothing)),
+    "--yaml": ("config.yaml", load),
 }
 
 

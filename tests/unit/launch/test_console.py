@@ -187,6 +187,10 @@ def test_messages_name_pages_that_an_installed_copy_holds(monkeypatch: pytest.Mo
         ),
         ("sample --checkpoint x --promt=y", "unknown option --promt; did you mean --prompt"),
         ("plan --factory tiny_dit --gpsu 2", "unknown option --gpsu; did you mean --gpus"),
+        (
+            "plan --factory tiny_dit --training.seed=2",
+            "unknown option --training.seed; --help shows all options, and settings",
+        ),
         ("status x --qqq", "unknown option --qqq; --help shows all options"),
         ("status", "missing RUN_DIR; --help describes"),
         ("prepare", "missing COMMAND; use one of images, "),
