@@ -192,7 +192,7 @@ def test_a_blend_is_written_on_the_command_line() -> None:
     annotation = EnergonData.__annotations__["blend"]
 
     def parse(text: str) -> object:
-        return parse_value(text, annotation, "data.blend", lambda _: None)
+        return parse_value(text, annotation, "data.blend")
 
     assert parse("[{path: data/a, weight: 3}, {path: data/b, weight: [0, 1.5]}]") == [
         {"path": "data/a", "weight": 3},
