@@ -277,6 +277,11 @@ class ModelConfig(ABC):
         return {}
 
     @property
+    def convolved_channels(self) -> Optional[int]:
+        """Groups of channels that ranks exchange for a convolution over tokens; None without one."""
+        return None
+
+    @property
     def head_sizes(self) -> frozenset[int]:
         """Features of a head of each attention that has several implementations."""
         sizes = self.megatron_sizes()

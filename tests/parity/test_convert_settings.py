@@ -55,14 +55,14 @@ FORMS: dict[str, tuple[DiffusersFormat[Any], Any]] = {
 }
 """Form of a class of diffusers, and a function that builds a small model of the class."""
 UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
-    **dict.fromkeys(
-        ("flux_schnell", "flux2_dev", "chroma"),
-        [
+    **{
+        name: [
             ({"in_channels": 18}, "in_channels=18 is not a multiple of 4, the positions of a patch"),
             ({"out_channels": 6}, "out_channels=6 is not a multiple of 4, the positions of a patch"),
             ({"out_channels": 4}, "is above out_channels=4: this network also reads inputs"),
-        ],
-    ),
+        ]
+        for name in ("flux_schnell", "flux2_dev", "chroma")
+    },
     "pixart": [
         ({"use_additional_conditions": True}, "use_additional_conditions=True"),
         ({"use_additional_conditions": None, "sample_size": 128}, "use_additional_conditions=True"),

@@ -55,6 +55,10 @@ class SanaConfig(CrossAttentionModelConfig):
             )
 
     @property
+    def convolved_channels(self) -> int:
+        return self.ffn_size  # pairs of gate and value
+
+    @property
     def head_sizes(self) -> frozenset[int]:
         return frozenset({self.hidden_size // self.num_cross_attention_heads})  # self-attention is linear
 
