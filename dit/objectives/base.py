@@ -19,6 +19,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.losses import Term, TokenLossKind, UncertaintyWeighting, token_error
+from dit.ranges import check_ranges
 
 Network = Callable[[Tensor, Tensor], Tensor]
 """Maps inputs_TC and time_S to the raw prediction_TC."""
@@ -106,6 +107,9 @@ class Objective(ABC):
     reconstructs: ClassVar[bool] = False
     quantizes: ClassVar[bool] = False
     augments: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_ranges("objective", self)  # type: ignore[arg-type]  # subclasses are dataclasses
 
     @property
     def trained_times(self) -> tuple[float, float]:

@@ -98,7 +98,7 @@ class DDPM(Objective):
 
     def __post_init__(self) -> None:
         self.path = AnglePath()
-        check_ranges("objective", self)
+        super().__post_init__()
         if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
             raise ConfigError(
                 "objective.zero_terminal_snr ends a table of steps at pure noise, which a prediction of the noise "

@@ -11,7 +11,7 @@ from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Reconstruction
 from dit.objectives.base import Prepared
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import NOT_NEGATIVE, check_ranges, ranged
+from dit.ranges import NOT_NEGATIVE, ranged
 
 
 @dataclass(kw_only=True)
@@ -42,9 +42,6 @@ class VQAutoencoding(Reconstruction):
     loss_kind: LossKind = "l1"
     beta: float = ranged(0.25, NOT_NEGATIVE)
     adversarial: Optional[Adversarial] = None
-
-    def __post_init__(self) -> None:
-        check_ranges("objective", self)
 
     def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and the latents with their entries.

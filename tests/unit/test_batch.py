@@ -178,14 +178,12 @@ def test_impossible_layouts_are_refused_with_a_cure(options, message):
         SequenceLayout.from_lengths(**options)
 
 
-def test_grid_undoes_patchify_for_every_sample():
-    """A dense pack becomes one [S, C, t, h, w] tensor with the numbers of each sample."""
+def test_unpatchified_undoes_patchify_for_every_sample():
     batch = make_batch([(2, 2, 3), (2, 2, 3)]).validate()
-    dense = batch.grid(1, 2)
-    assert dense.shape == (2, 2, 2, 4, 6)
+    first, second = batch.unpatchified(batch.latents_TC, 1, 2)
     expected = torch.arange(96, dtype=torch.float32).view(2, 2, 4, 6)
-    assert torch.equal(dense[0], expected)
-    assert torch.equal(dense[1], expected + 1000)
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected + 1000)
 
 
 def test_dense_is_a_view_of_equal_samples():
@@ -203,7 +201,7 @@ def test_a_dense_view_omits_padding(multiple_of: int, total: int):
     batch = make_batch([(1, 1, 3), (1, 1, 3)])
     padded = replace(batch, layout=SequenceLayout.from_lengths([3, 3], multiple_of=multiple_of, total_tokens=total))
     padded.latents_TC = padded.layout.insert_padding(batch.latents_TC)
-    assert torch.equal(padded.grid(1, 2), batch.grid(1, 2))
+    assert torch.equal(padded.dense(padded.latents_TC), batch.dense(batch.latents_TC))
     padding = ~padded.layout.valid_T[:, None]
     filled = padded.latents_TC.masked_fill(padding, float("nan"))
     assert torch.equal(padded.layout.insert_padding(padded.dense(filled).flatten(0, 3)), padded.latents_TC)
