@@ -40,8 +40,8 @@ class SanaConfig(CrossAttentionModelConfig):
     def takes_references(self) -> bool:
         return False  # tokens outside the grid have no place in a picture
 
-    def check_sizes(self) -> None:
-        super().check_sizes()
+    def validate(self) -> None:
+        super().validate()
         if self.num_query_groups is not None:
             raise ConfigError(
                 f"model.num_query_groups={self.num_query_groups}, but linear attention has one key head per query "

@@ -35,7 +35,6 @@ class STDiTConfig(CrossAttentionModelConfig):
 
     @property
     def has_temporal(self) -> bool:
-        """True if a layer has temporal attention. Its positions are always rotary."""
         return any("temporal" in pattern for pattern in self.layer_pattern)
 
     @property
@@ -52,9 +51,8 @@ class STDiTConfig(CrossAttentionModelConfig):
         return not self.has_segments  # frames and positions of a grid have no place for other tokens
 
     def validate(self) -> None:
-        self.check_sizes()
+        super().validate()
         self._check_pattern()
-        self.check_positions(turns_in_time=self.has_temporal)
         if self.has_temporal:
             self.rotary(time_only=True)
         if self.position_embedding != "rope_3d" and self.rope_factors and self.rope_factors[1:] != [1.0, 1.0]:

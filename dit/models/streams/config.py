@@ -150,7 +150,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     def validate(self) -> None:
         super().validate()
-        self.text_size()
         if self.block == "sandwich":
             check_query_groups(self.num_attention_heads, self.num_query_groups)
             if self.num_dual_layers or not self.num_single_layers:
