@@ -262,11 +262,6 @@ def per_text_token(values: Tensor, layout: SequenceLayout, dropped_S: Optional[T
     return Entry("text", values, layout, dropped_S)
 
 
-def per_latent_token(values: Tensor) -> Entry:
-    """Return an entry of `[T, C]`, along the latents."""
-    return Entry("latent", values)
-
-
 class Conditions(Mapping[str, Entry]):
     """The conditions of one pack by name, without those that are None; every operation returns new ones."""
 

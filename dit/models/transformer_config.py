@@ -129,12 +129,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
                 f"model.base_width={self.base_width} scales the training of all weights, but model.lora trains only "
                 "adapters; use model.base_width=null"
             )
-        if self.hidden_size % self.num_attention_heads:
-            fits = [n for n in divisors(self.hidden_size) if n <= 64]
-            raise ConfigError(
-                f"model.hidden_size={self.hidden_size} is not a multiple of "
-                f"model.num_attention_heads={self.num_attention_heads}; use one of {fits} heads"
-            )
+        check_heads("num_attention_heads", self.num_attention_heads, self.hidden_size)
         base = self.at_base_width()
         if base is not None:
             base.validate()
@@ -180,6 +175,15 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             add_bias_linear=getattr(self, "add_bias", True),
             layernorm_epsilon=self.layernorm_epsilon,
             qk_layernorm=getattr(self, "qk_layernorm", False),
+        )
+
+
+def check_heads(name: str, heads: int, hidden_size: int) -> None:
+    """Check that a number of heads divides the width."""
+    if hidden_size % heads:
+        fits = [n for n in divisors(hidden_size) if n <= 64]
+        raise ConfigError(
+            f"model.hidden_size={hidden_size} is not a multiple of model.{name}={heads}; use one of {fits} heads"
         )
 
 

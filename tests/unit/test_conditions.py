@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, CONTEXT_2, FPS, IMAGE_TOKENS, LABEL, POOLED, TABLE, match_conditions
-from dit.conditions import Condition, Conditions, per_latent_token, per_text_token
+from dit.conditions import Condition, Conditions, Entry, per_text_token
 from dit.context_parallel.partition import context_partition
 from dit.context_parallel.shard_batch import shard
 from dit.data_api import BatchSpec
@@ -206,7 +206,7 @@ def test_another_axis_is_named_and_a_default_may_be_missing() -> None:
     batch = make_batch()
     batch.conditions = batch.conditions.without("fps")
     batch.validate(WANTED, patch_volume=SPEC.patch_volume)
-    batch.conditions |= {"pooled": per_latent_token(torch.zeros(batch.layout.total_tokens, 4))}
+    batch.conditions |= {"pooled": Entry("latent", torch.zeros(batch.layout.total_tokens, 4))}
     with pytest.raises(BatchError, match="'pooled' is per latent, the model takes it per sample"):
         batch.validate(WANTED, patch_volume=SPEC.patch_volume)
 
