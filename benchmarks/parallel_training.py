@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_latent_token, per_sample, per_text_token
+from dit.conditions import Conditions, Entry, per_sample, per_text_token
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
@@ -80,8 +80,8 @@ def micro_batch(
             context=per_text_token(context, context_layout),
             pooled=per_sample(pooled),
             fps=per_sample(torch.tensor([24.0, 8.0 + index])),
-            first_frames=per_latent_token(layout.insert_padding(first)),
-            control=per_latent_token(control),
+            first_frames=Entry("latent", layout.insert_padding(first)),
+            control=Entry("latent", control),
         ),
     )
 
