@@ -18,6 +18,7 @@ from dit.objectives.losses import LossKind, Term, token_error
 from dit.ranges import NOT_NEGATIVE, ranged
 
 
+@dataclass(kw_only=True)
 class Reconstruction(Objective):
     """An objective of autoencoders: there is no noising path, and no samples are drawn.
 
@@ -109,9 +110,7 @@ class Autoencoding(Reconstruction):
 
     base_terms: ClassVar[tuple[str, ...]] = ("error", "kl")
 
-    loss_kind: LossKind = "l1"
     kl_weight: float = ranged(1e-6, NOT_NEGATIVE)
-    adversarial: Optional[Adversarial] = None
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
         """Return the pixels, then noise of the same width, of which the network reads the width of its latent."""
