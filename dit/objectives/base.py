@@ -14,7 +14,7 @@ from torch import Tensor
 from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
 from dit.condition_table import CLEAN_TEACHER_TOKEN, TEACHER_TOKEN
-from dit.conditions import Condition, per_sample
+from dit.conditions import Condition, Entry
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
@@ -63,7 +63,7 @@ class Prepared:
         """Return the network's batch: the class tokens of the teacher are noised, and clean under another name."""
         if self.teacher_token_SF is None:
             return batch
-        clean, noised = batch.conditions[TEACHER_TOKEN.name], per_sample(self.teacher_token_SF)
+        clean, noised = batch.conditions[TEACHER_TOKEN.name], Entry("sample", self.teacher_token_SF)
         return replace(batch, conditions=batch.conditions | {TEACHER_TOKEN.name: noised, CLEAN_TEACHER_TOKEN: clean})
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dit.batch import PackedBatch
 from dit.condition_table import LABEL
-from dit.conditions import Conditions, Entry, per_sample, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.errors import BatchError
 from dit.layout import SequenceLayout, to_device
 from dit.patchify import grid_positions, patchify
@@ -225,25 +225,25 @@ def test_dense_refuses_mixed_shapes_and_parts_of_samples():
         ({"sample_ids_S": torch.zeros(3)}, "sample_ids_S has 3 rows, needs 2"),
         ({"keys": ("a",)}, "keys has 1 rows, needs 2"),
         ({"grids": ((1, 2, 2), (1, 2, 2))}, r"'sample1' has grid \(1, 2, 2\) but 6 tokens"),
-        ({"label": per_sample(torch.tensor([1]))}, "'label' has 1 rows, needs 2"),
+        ({"label": Entry("sample", torch.tensor([1]))}, "'label' has 1 rows, needs 2"),
         (
-            {"label": per_sample(torch.tensor([1, 10]))},
+            {"label": Entry("sample", torch.tensor([1, 10]))},
             r"'sample1' has label 10; the model has the classes 0 to 9 .*raise model.num_classes",
         ),
-        ({"label": per_sample(torch.tensor([-1, 0]))}, "'sample0' has label -1"),
+        ({"label": Entry("sample", torch.tensor([-1, 0]))}, "'sample0' has label -1"),
         ({"loss_weight_S": torch.ones(4)}, "loss_weight_S has 4 rows, needs 2"),
         (
-            {"context": per_text_token(torch.zeros(4, 2), SequenceLayout.from_lengths([2, 3]))},
+            {"context": Entry("text", torch.zeros(4, 2), SequenceLayout.from_lengths([2, 3]))},
             "'context' has 4 rows, needs 5",
         ),
         (
-            {"context": per_text_token(torch.zeros(4, 2), SequenceLayout.from_lengths([4]))},
+            {"context": Entry("text", torch.zeros(4, 2), SequenceLayout.from_lengths([4]))},
             "'context' has 1 texts, needs 2",
         ),
     ],
 )
 def test_validate_names_the_wrong_part(change, message):
-    batch = make_batch([(1, 2, 2), (1, 2, 3)], conditions=Conditions(label=per_sample(torch.tensor([0, 9]))))
+    batch = make_batch([(1, 2, 2), (1, 2, 3)], conditions=Conditions(label=Entry("sample", torch.tensor([0, 9]))))
     wanted = [replace(LABEL, num_classes=10)]
     assert batch.validate(wanted) is batch
     for name, value in change.items():
@@ -303,8 +303,8 @@ def test_moving_a_batch_moves_every_tensor_and_both_layouts():
     batch = make_batch(
         [(1, 1, 2)],
         conditions=Conditions(
-            fps=per_sample(torch.ones(1)),
-            context=per_text_token(torch.zeros(2, 4), SequenceLayout.from_lengths([2]), torch.zeros(1)),
+            fps=Entry("sample", torch.ones(1)),
+            context=Entry("text", torch.zeros(2, 4), SequenceLayout.from_lengths([2]), torch.zeros(1)),
         ),
     )
     moved = batch.to("meta")
