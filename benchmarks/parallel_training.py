@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_latent_token, per_sample, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
@@ -65,7 +65,7 @@ def micro_batch(
     # Texts and pictures that some samples do not have.
     for name, width, counts in (("context_2", 10, (index % 3, 2)), ("image_tokens", 6, (3, 4 * (index % 2)))):
         texts = SequenceLayout.from_lengths(counts, may_be_empty=True)
-        others[name] = per_text_token(torch.randn(sum(counts), width, generator=generator), texts)
+        others[name] = Entry("text", torch.randn(sum(counts), width, generator=generator), texts)
     control = layout.insert_padding(torch.randn(layout.valid_tokens, 12, generator=generator))
     return PackedBatch(
         latents_TC=latents,
@@ -76,12 +76,12 @@ def micro_batch(
         keys=(f"{index}a", f"{index}b"),
         conditions=Conditions(
             others,
-            label=per_sample(torch.tensor(label)),
-            context=per_text_token(context, context_layout),
-            pooled=per_sample(pooled),
-            fps=per_sample(torch.tensor([24.0, 8.0 + index])),
-            first_frames=per_latent_token(layout.insert_padding(first)),
-            control=per_latent_token(control),
+            label=Entry("sample", torch.tensor(label)),
+            context=Entry("text", context, context_layout),
+            pooled=Entry("sample", pooled),
+            fps=Entry("sample", torch.tensor([24.0, 8.0 + index])),
+            first_frames=Entry("latent", layout.insert_padding(first)),
+            control=Entry("latent", control),
         ),
     )
 

@@ -218,7 +218,7 @@ def random_pictures(side: int, count: int) -> Pictures:
     import torch
 
     from dit.backends.device import local_device
-    from dit.conditions import per_text_token
+    from dit.conditions import Entry
     from dit.layout import SequenceLayout
     from dit.models.unet.config import UNetConfig
     from energon_data.mock import MockData, MockSource
@@ -228,7 +228,7 @@ def random_pictures(side: int, count: int) -> Pictures:
     source = MockSource(MockData(height=side, width=side), spec, seed=0, split="train", stream=0, num_streams=1)
     batch = collate([source.sample(number) for number in range(count)], spec)
     texts = torch.randn(count * TEXT_TOKENS, TEXT_WIDTH)
-    context = per_text_token(texts, SequenceLayout.from_lengths([TEXT_TOKENS] * count))
+    context = Entry("text", texts, SequenceLayout.from_lengths([TEXT_TOKENS] * count))
     batch = replace(batch, conditions=batch.conditions | {"context": context}).to(local_device())
     return Pictures(batch, torch.rand(count).to(local_device()), torch.randn_like(batch.latents_TC))
 

@@ -16,6 +16,7 @@ from dit.conditions import Condition, Conditions
 from dit.errors import BatchError
 from dit.layout import SequenceLayout
 from dit.pack_copy import move
+from dit.patchify import unpatchify
 
 
 @dataclass(frozen=True)
@@ -158,16 +159,7 @@ class PackedBatch:
 
     def unpatchified(self, x_TC: Tensor, patch_temporal: int, patch_spatial: int) -> list[Tensor]:
         """Return the latent of each sample, `[C, T, H, W]`, from the tokens of the pack."""
-        from dit.patchify import unpatchify
-
         return [
             unpatchify(x_TC[start : start + math.prod(grid)], grid, patch_temporal, patch_spatial)
             for start, grid in zip(self.layout.starts, self.grids)
         ]
-
-    def grid(self, patch_temporal: int, patch_spatial: int) -> Tensor:
-        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor."""
-        from dit.patchify import unpatchify
-
-        tokens = self.dense(self.latents_TC).flatten(1, 3)
-        return torch.stack([unpatchify(x, self.grids[0], patch_temporal, patch_spatial) for x in tokens])

@@ -104,23 +104,7 @@ TEACHER_TOKEN = Condition(
 )
 CLEAN_TEACHER_TOKEN = "clean_teacher_token"
 """Name of the teacher's class token before noise, in the conditions of a batch whose `TEACHER_TOKEN` is noised."""
-TABLE = (
-    LABEL,
-    CONTEXT,
-    CONTEXT_2,
-    POOLED,
-    FPS,
-    SIZE,
-    SIZE_AND_CROP,
-    LOW_RESOLUTION,
-    AUGMENTATION,
-    MASK,
-    CONTROL,
-    FIRST_FRAMES,
-    IMAGE_TOKENS,
-    TEACHER,
-    TEACHER_TOKEN,
-)
+TABLE = tuple(value for value in globals().values() if isinstance(value, Condition))
 """The known conditions. A model uses `replace(CONTEXT, shape=(1024,), dropout=0.1)`, or declares its own."""
 
 

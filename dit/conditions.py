@@ -252,21 +252,6 @@ class Entry:
         return Entry(self.axis, torch.cat([self.values, other.values]), layout, dropped_S, self.null)
 
 
-def per_sample(values: Tensor, dropped_S: Optional[Tensor] = None) -> Entry:
-    """Return an entry of `[S, ...]`."""
-    return Entry("sample", values, None, dropped_S)
-
-
-def per_text_token(values: Tensor, layout: SequenceLayout, dropped_S: Optional[Tensor] = None) -> Entry:
-    """Return an entry of `[K, D]` with the layout of its texts."""
-    return Entry("text", values, layout, dropped_S)
-
-
-def per_latent_token(values: Tensor) -> Entry:
-    """Return an entry of `[T, C]`, along the latents."""
-    return Entry("latent", values)
-
-
 class Conditions(Mapping[str, Entry]):
     """The conditions of one pack by name, without those that are None; every operation returns new ones."""
 

@@ -385,25 +385,19 @@ class SequenceLayout:
         return x_T.index_select(0, self.real_tokens)
 
     def followed_by(self, other: "SequenceLayout") -> "SequenceLayout":
-        """Return the layout of two packs concatenated: the samples and tokens of this one, then those of the other.
+        """Return the layout of two full packs concatenated: the samples and tokens of this one, then of the other.
 
         The tail pad of each becomes padding of its last sample.
         """
-        kinds = [(x.local_indices is None, x.levels is None, x.is_fixed) for x in (self, other)]
-        assert kinds[0] == kinds[1], "either both packs or none are sharded, have noise levels, or have a fixed size"
-        indices = levels = None
-        if self.local_indices is not None and other.local_indices is not None:
-            indices = torch.cat([self.local_indices, other.local_indices + self.total_tokens])
-        if self.levels is not None and other.levels is not None:
-            levels = self.levels.followed_by(other.levels)
+        assert all(x.local_indices is None and not x.is_fixed for x in (self, other)), "shards and fixed packs"
+        assert (self.levels is None) == (other.levels is None), "either both packs or none have noise levels"
+        levels = self.levels and other.levels and self.levels.followed_by(other.levels)
         before, after = (
             (*x.padded_lengths[:-1], x.padded_lengths[-1] + x.total_tokens - sum(x.padded_lengths))
             for x in (self, other)
         )
         lengths, total = self.lengths + other.lengths, self.total_tokens + other.total_tokens
-        return SequenceLayout(
-            lengths, before + after, total, self.device, indices, levels=levels, is_fixed=self.is_fixed
-        )
+        return SequenceLayout(lengths, before + after, total, self.device, levels=levels)
 
     @property
     def gathered(self) -> "SequenceLayout":

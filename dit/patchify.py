@@ -1,7 +1,6 @@
 """Conversion of latents to tokens and back. Both directions are permutations, so the inverse is exact."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from einops import rearrange
@@ -70,28 +69,16 @@ def patchify_all(latents: Sequence[Tensor], patch_temporal: int, patch_spatial: 
     groups: dict[tuple[int, int, int], list[int]] = {}
     for i, latent in enumerate(latents):
         groups.setdefault((latent.shape[0], latent.shape[2], latent.shape[3]), []).append(i)
-    pieces = []
+    pieces: dict[int, Tensor] = {}
     for members in groups.values():
         # Time is the slowest axis of the token order, so concatenation in time keeps each clip's tokens contiguous.
         joined = latents[members[0]] if len(members) == 1 else torch.cat([latents[i] for i in members], 1)
-        pieces.append(patchify(joined, patch_temporal, patch_spatial)[0])
-    tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    order = [i for members in groups.values() for i in members]
-    return tokens if order == sorted(order) else tokens.index_select(0, _rows(latents, order, tokens))
-
-
-def _rows(latents: Sequence[Tensor], order: Sequence[int], tokens: Tensor) -> Tensor:
-    """Return the row of each token, in the order of `latents`, in a tensor where the latents have another order.
-
-    Args:
-        order: index of each latent in `tokens`, in storage order.
-        tokens: patchified latents in this order, `[T, C]`.
-    """
-    counts = [latent.numel() // tokens.shape[1] for latent in latents]
-    starts = dict(zip(order, accumulate((counts[i] for i in order), initial=0)))
-    shifts = [starts[i] - first for i, first in enumerate(accumulate(counts[:-1], initial=0))]
-    shift_T = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts), output_size=sum(counts))
-    return (torch.arange(sum(counts)) + shift_T).to(tokens.device)
+        tokens, _ = patchify(joined, patch_temporal, patch_spatial)
+        if len(groups) == 1:
+            return tokens
+        counts = [latents[i].numel() // tokens.shape[1] for i in members]
+        pieces.update(zip(members, tokens.split(counts)))
+    return torch.cat([pieces[i] for i in range(len(latents))])
 
 
 def unpatchify(tokens: Tensor, grid: Grid, patch_temporal: int, patch_spatial: int) -> Tensor:

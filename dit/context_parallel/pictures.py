@@ -23,19 +23,8 @@ from torch.nn.functional import conv2d, pad
 from dit.batch import PackedBatch
 from dit.context_parallel.attention import ContextAttention, Order, heads_for_tokens, tokens_for_heads
 from dit.context_parallel.segments import Grids
-from dit.errors import ConfigError
 from dit.kernels.attention import Attention
 from dit.layout import SequenceLayout
-
-
-def check_channels(count: int, attention: Attention) -> None:
-    """Check that context parallelism can split the groups of channels of a tensor-parallel rank."""
-    size = attention.group.size() if isinstance(attention, ContextAttention) else 1
-    if count % size:
-        raise ConfigError(
-            f"the depthwise convolution has {count} pairs of channels on a tensor-parallel rank, which cannot be split "
-            f"over context_parallel_size={size}; use a divisor of {count}, or change model.ffn_hidden_size"
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches
 from dit.convert.rules import Form, SwappedHalves
+from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
 
 PATCH = 2  # fixed in the pipelines
@@ -54,10 +55,16 @@ class DiffusersTokens(DiffusersStreams[Model]):
     latent_size = LATENT_SIZE
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        channels, sizes = published["in_channels"], super().read_sizes(published)
-        sizes["in_channels"] = channels // PATCH**2
-        if sizes.get("out_channels") is not None:
-            sizes["out_channels"] //= PATCH**2
+        sizes = super().read_sizes(published)
+        for name in ("in_channels", "out_channels"):
+            if sizes.get(name) is None:
+                continue
+            sizes[name], rest = divmod(sizes[name], PATCH**2)
+            if rest:
+                raise ConfigError(
+                    f"{name}={published[name]} is not a multiple of {PATCH**2}, the positions of a patch of {PATCH} x "
+                    f"{PATCH}, which the pipelines of {self.class_name} cut; use a network of such patches"
+                )
         return sizes if "ffn_hidden_size" in sizes else sizes | {"ffn_hidden_size": 4 * sizes["hidden_size"]}
 
     def write_sizes(self, model: Any, latent_size: LatentSize) -> dict[str, Any]:

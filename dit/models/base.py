@@ -15,7 +15,7 @@ from dit.conditions import Condition
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.models.lora_config import LoRAConfig
-from dit.ranges import PATCHES, WIDTH, ranged
+from dit.ranges import PATCHES, WIDTH, check_ranges, ranged
 
 if TYPE_CHECKING:
     from dit.backends.megatron_types import MegatronConfig, MegatronModelType
@@ -263,9 +263,16 @@ class ModelConfig(ABC):
         sizes = self.megatron_sizes()
         return 2 * sizes.hidden_size + (sizes.ffn_hidden_size or 4 * sizes.hidden_size)
 
-    @abstractmethod
     def validate(self) -> None:
         """Check the settings; raise `ConfigError` with the numbers."""
+        check_ranges("model", self)
+        if self.token_channels not in WIDTH:
+            raise ConfigError(
+                f"model.in_channels={self.in_channels} x patch_temporal={self.patch_temporal} x patch_spatial="
+                f"{self.patch_spatial} squared gives {self.token_channels:,} features per token, which must be {WIDTH}"
+            )
+        if self.adapters is not None:
+            self.adapters.validate()
 
     @abstractmethod
     def megatron_sizes(self) -> TransformerSizes:
@@ -275,6 +282,11 @@ class ModelConfig(ABC):
     def other_blocks(self) -> dict[str, TransformerSizes]:
         """Sizes of blocks that `megatron_sizes` does not describe, by the setting that adds them."""
         return {}
+
+    @property
+    def convolved_channels(self) -> Optional[int]:
+        """Groups of channels that ranks exchange for a convolution over tokens; None without one."""
+        return None
 
     @property
     def head_sizes(self) -> frozenset[int]:

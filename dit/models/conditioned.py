@@ -70,6 +70,10 @@ class NullTextConditioned(TextConditioned):
 
     null_text: NullText = "learned"
 
+    def validate(self) -> None:
+        super().validate()
+        self.text_size()  # raises an error for None
+
     def text_size(self) -> int:
         """Return the width of the text embeddings."""
         if self.context_size is None:

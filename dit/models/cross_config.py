@@ -31,10 +31,9 @@ class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, Cla
     fps_conditioning: bool = True
     size_conditioning: bool = False
 
-    def check_sizes(self) -> None:
-        super().check_sizes()
+    def validate(self) -> None:
+        super().validate()
         check_query_groups(self.num_attention_heads, self.num_query_groups)
-        self.text_size()  # raises an error for None
 
     def megatron_sizes(self) -> TransformerSizes:
         # Norms over the full width are split with the heads; Megatron-Core would sum their gradients over ranks.

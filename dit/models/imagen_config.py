@@ -8,7 +8,7 @@ from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
-from dit.ranges import LAYERS, WIDTH, check_ranges, ranged, whole
+from dit.ranges import LAYERS, WIDTH, check_range, ranged, whole
 from dit.resize import Kernel, LowResolution
 
 SAMPLING_AUGMENTATION = 0.002
@@ -104,8 +104,9 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         return TransformerSizes(num_layers=1, hidden_size=self.hidden_size, num_attention_heads=1)
 
     def validate(self) -> None:
+        super().validate()
         levels = whole(0, len(self.channel_multipliers) - 1)
-        check_ranges("model", self, {"attention_levels": levels})
+        check_range("model.attention_levels", self.attention_levels, levels)
         if self.patch_temporal != 1:
             raise ConfigError(f"model.patch_temporal={self.patch_temporal}, but this UNet is for pictures; set it to 1")
         self._check_levels()

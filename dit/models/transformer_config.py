@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Optional, Self
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, TransformerSizes
 from dit.models.lora_config import LoRAConfig
-from dit.ranges import POSITIVE, WIDTH, Range, check_ranges, check_unused, divisors, ranged
+from dit.ranges import POSITIVE, WIDTH, Range, check_unused, divisors, ranged
 
 if TYPE_CHECKING:
     from dit.layers.positions import RotaryPositions
@@ -109,6 +109,11 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def has_temporal(self) -> bool:
+        """Whether a layer has temporal attention, which is rotary for any kind of positions."""
+        return False
+
+    @property
     def position_axes(self) -> tuple[str, ...]:
         """Names of the axes of rotary positions."""
         return "t", "h", "w"
@@ -118,39 +123,24 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
 
     def validate(self) -> None:
-        self.check_sizes()
-        self.check_positions()
-
-    def check_sizes(self) -> None:
-        """Check the range of every number, and that the heads divide the width."""
-        check_numbers(self)
-        if self.lora is not None:
-            self.lora.validate()
-            if self.base_width is not None:
-                raise ConfigError(
-                    f"model.base_width={self.base_width} scales the training of all weights, but model.lora trains "
-                    "only adapters; use model.base_width=null"
-                )
-        if self.hidden_size % self.num_attention_heads:
-            fits = [n for n in divisors(self.hidden_size) if n <= 64]
+        super().validate()
+        if self.lora is not None and self.base_width is not None:
             raise ConfigError(
-                f"model.hidden_size={self.hidden_size} is not a multiple of "
-                f"model.num_attention_heads={self.num_attention_heads}; use one of {fits} heads"
+                f"model.base_width={self.base_width} scales the training of all weights, but model.lora trains only "
+                "adapters; use model.base_width=null"
             )
+        check_heads("num_attention_heads", self.num_attention_heads, self.hidden_size)
         base = self.at_base_width()
         if base is not None:
             base.validate()
+        self._check_positions()
 
-    def check_positions(self, *, turns_in_time: bool = False) -> None:
-        """Check the kind of positions, the sizes for it, and that every changed rotary setting has an effect.
-
-        Args:
-            turns_in_time: whether temporal attention is rotary for any kind of positions.
-        """
+    def _check_positions(self) -> None:
+        """Check the kind of positions, the sizes for it, and that every changed rotary setting has an effect."""
         from dit.layers.positions import check_size
 
         kind = self.position_embedding
-        if kind != "rope_3d" and not turns_in_time:
+        if kind != "rope_3d" and not self.has_temporal:
             names = [field.name for field in fields(RotarySettings)] + ["rope_axes"] * hasattr(self, "rope_axes")
             check_unused("model", self, names, f"with model.position_embedding={kind!r}", "use 'rope_3d'")
         elif set(self.rope_factors or [1.0]) == {1.0}:
@@ -188,20 +178,19 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         )
 
 
+def check_heads(name: str, heads: int, hidden_size: int) -> None:
+    """Check that a number of heads divides the width."""
+    if hidden_size % heads:
+        fits = [n for n in divisors(hidden_size) if n <= 64]
+        raise ConfigError(
+            f"model.hidden_size={hidden_size} is not a multiple of model.{name}={heads}; use one of {fits} heads"
+        )
+
+
 def check_query_groups(heads: int, groups: Optional[int]) -> None:
     """Check that key and value heads divide the query heads; None is one per query head."""
     if groups is not None and heads % groups:
         raise ConfigError(
             f"model.num_attention_heads={heads} is not a multiple of model.num_query_groups={groups}; use one of "
             f"{divisors(heads)} groups, or None for one per head"
-        )
-
-
-def check_numbers(config: ModelConfig) -> None:
-    """Check the range of every number of a backbone's settings."""
-    check_ranges("model", config)
-    if config.token_channels not in WIDTH:
-        raise ConfigError(
-            f"model.in_channels={config.in_channels} x patch_temporal={config.patch_temporal} x patch_spatial="
-            f"{config.patch_spatial} squared gives {config.token_channels:,} features per token, which must be {WIDTH}"
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.condition_table import AUGMENTATION, LOW_RESOLUTION
-from dit.conditions import Condition, per_latent_token, per_sample
+from dit.conditions import Condition, Entry
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.patchify import patchify_all
@@ -49,8 +49,8 @@ def with_noised_pictures(
     eps_TC = batch.layout.insert_padding(_enlarged_noise(batch, noise, low.shape[0], patch, resize))
     sigma_T1 = batch.layout.per_token(sigma_S)
     noised = {
-        low.name: per_latent_token(scale(sigma_T1) * (values_TC + sigma_T1 * eps_TC)),
-        AUGMENTATION.name: per_sample(sigma_S),
+        low.name: Entry("latent", scale(sigma_T1) * (values_TC + sigma_T1 * eps_TC)),
+        AUGMENTATION.name: Entry("sample", sigma_S),
     }
     return replace(batch, conditions=batch.conditions | noised)
 

@@ -15,9 +15,10 @@ from dit.objectives.addressed_noise import LATENT_NOISE, AddressedNoise
 from dit.objectives.adversarial import NUM_SCORES, Adversarial
 from dit.objectives.base import Objective, Prepared, sample_weights
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import NOT_NEGATIVE, check_ranges, ranged
+from dit.ranges import NOT_NEGATIVE, ranged
 
 
+@dataclass(kw_only=True)
 class Reconstruction(Objective):
     """An objective of autoencoders: there is no noising path, and no samples are drawn.
 
@@ -109,12 +110,7 @@ class Autoencoding(Reconstruction):
 
     base_terms: ClassVar[tuple[str, ...]] = ("error", "kl")
 
-    loss_kind: LossKind = "l1"
     kl_weight: float = ranged(1e-6, NOT_NEGATIVE)
-    adversarial: Optional[Adversarial] = None
-
-    def __post_init__(self) -> None:
-        check_ranges("objective", self)
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
         """Return the pixels, then noise of the same width, of which the network reads the width of its latent."""

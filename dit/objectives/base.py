@@ -14,11 +14,12 @@ from torch import Tensor
 from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
 from dit.condition_table import CLEAN_TEACHER_TOKEN, TEACHER_TOKEN
-from dit.conditions import Condition, per_sample
+from dit.conditions import Condition, Entry
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.losses import Term, TokenLossKind, UncertaintyWeighting, token_error
+from dit.ranges import check_ranges
 
 Network = Callable[[Tensor, Tensor], Tensor]
 """Maps inputs_TC and time_S to the raw prediction_TC."""
@@ -62,7 +63,7 @@ class Prepared:
         """Return the network's batch: the class tokens of the teacher are noised, and clean under another name."""
         if self.teacher_token_SF is None:
             return batch
-        clean, noised = batch.conditions[TEACHER_TOKEN.name], per_sample(self.teacher_token_SF)
+        clean, noised = batch.conditions[TEACHER_TOKEN.name], Entry("sample", self.teacher_token_SF)
         return replace(batch, conditions=batch.conditions | {TEACHER_TOKEN.name: noised, CLEAN_TEACHER_TOKEN: clean})
 
 
@@ -106,6 +107,9 @@ class Objective(ABC):
     reconstructs: ClassVar[bool] = False
     quantizes: ClassVar[bool] = False
     augments: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_ranges("objective", self)  # type: ignore[arg-type]  # subclasses are dataclasses
 
     @property
     def trained_times(self) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.conditions import per_latent_token
+from dit.conditions import Entry
 from dit.layout import SequenceLayout, to_device
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Prepared
@@ -52,7 +52,7 @@ class ContrastiveFlowMatching(FlowMatching):
         has_pair = len(grids) > 1
         indices_T = negative_tokens(batch.layout, grids) if has_pair else torch.arange(batch.layout.total_tokens)
         indices_T = to_device(indices_T, batch.latents_TC.device)
-        negative = per_latent_token(batch.latents_TC[indices_T])
+        negative = Entry("latent", batch.latents_TC[indices_T])
         return replace(batch, conditions=batch.conditions | {NEGATIVE: negative})
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:

@@ -98,7 +98,7 @@ class DDPM(Objective):
 
     def __post_init__(self) -> None:
         self.path = AnglePath()
-        check_ranges("objective", self)
+        super().__post_init__()
         if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
             raise ConfigError(
                 "objective.zero_terminal_snr ends a table of steps at pure noise, which a prediction of the noise "
@@ -192,9 +192,7 @@ class DDPM(Objective):
 
     def _slope(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """Return d x0 / d output."""
-        if self.prediction == "noise":
-            return -sigma / alpha.clamp(min=TINY_ALPHA)
-        return torch.ones_like(sigma) if self.prediction == "x0" else -sigma
+        return self._clean(torch.zeros_like(sigma), torch.ones_like(sigma), alpha, sigma)
 
     def _output(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Run the network in float32 at one angle for all samples."""

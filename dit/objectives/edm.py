@@ -18,7 +18,7 @@ from dit.objectives.augmentation import with_noised_pictures
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import LossKind, UncertaintyWeighting
 from dit.objectives.noise_levels import log_normal
-from dit.ranges import FINITE, POSITIVE, check_ranges, ranged
+from dit.ranges import FINITE, POSITIVE, ranged
 
 
 class VarianceExplodingPath(Path):
@@ -66,7 +66,7 @@ class EDM(Objective):
 
     def __post_init__(self) -> None:
         self.path = VarianceExplodingPath()
-        check_ranges("objective", self)
+        super().__post_init__()
         if not 0 < self.sigma_min < self.sigma_max < math.inf:
             raise ConfigError(
                 f"EDM needs 0 < sigma_min < sigma_max, got sigma_min={self.sigma_min} and sigma_max={self.sigma_max}; "

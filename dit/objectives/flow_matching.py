@@ -18,7 +18,7 @@ from dit.objectives.alignment import Alignment
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import Term, TokenLossKind, min_snr_weight, token_error
 from dit.objectives.noise_levels import logit_normal, shift_time
-from dit.ranges import FINITE, INSIDE_0_1, POSITIVE, WIDTH, check_ranges, ranged
+from dit.ranges import FINITE, INSIDE_0_1, POSITIVE, WIDTH, ranged
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
@@ -85,7 +85,7 @@ class FlowMatching(Objective):
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
-        check_ranges("objective", self)
+        super().__post_init__()
         self._check_shift()
         if (self.loss_kind, self.prediction) == ("l2_cosine", "x0"):
             raise ConfigError(

@@ -1,17 +1,16 @@
 """Autoencoding with a codebook: reconstruct pixels from the nearest entries of a learned codebook (VQ autoencoder)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Optional
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from dit.layout import SequenceLayout
-from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Reconstruction
 from dit.objectives.base import Prepared
-from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import NOT_NEGATIVE, check_ranges, ranged
+from dit.objectives.losses import Term, token_error
+from dit.ranges import NOT_NEGATIVE, ranged
 
 
 @dataclass(kw_only=True)
@@ -39,12 +38,7 @@ class VQAutoencoding(Reconstruction):
     base_terms: ClassVar[tuple[str, ...]] = ("error", "codebook", "commitment")
     base_logged: ClassVar[tuple[str, ...]] = ("code_entropy",)
 
-    loss_kind: LossKind = "l1"
     beta: float = ranged(0.25, NOT_NEGATIVE)
-    adversarial: Optional[Adversarial] = None
-
-    def __post_init__(self) -> None:
-        check_ranges("objective", self)
 
     def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and the latents with their entries.

@@ -259,6 +259,7 @@ def check_parallel(
     for owner, blocks in _blocks(model).items():
         _check_blocks(parallel, blocks, owner)
     _check_split(parallel, "num_cross_attention_heads", getattr(model, "num_cross_attention_heads", None))
+    _check_convolution(parallel, model.convolved_channels)
     if parallel.data_parallel == "fsdp":
         _check_fsdp(parallel)
     _check_pipeline(parallel, sizes.num_layers, model.uncut_layers)
@@ -303,6 +304,15 @@ def _check_split(parallel: ParallelConfig, name: str, count: Optional[int], owne
         raise ConfigError(
             f"{name}={count}{owner} cannot be split over tensor_model_parallel_size={tp}; "
             f"use one of {fits} or change {owner.removeprefix(' of ') or f'model.{name}'}"
+        )
+
+
+def _check_convolution(parallel: ParallelConfig, channels: Optional[int]) -> None:
+    count, cp = (channels or 0) // parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if count % cp:
+        raise ConfigError(
+            f"the depthwise convolution has {count} pairs of channels on a tensor-parallel rank, which cannot be split "
+            f"over context_parallel_size={cp}; use a divisor of {count}, or change model.ffn_hidden_size"
         )
 
 

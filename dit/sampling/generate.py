@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.condition_table import LOW_RESOLUTION, TEACHER_TOKEN
-from dit.conditions import Value, check_given, pack_conditions, per_sample
+from dit.conditions import Entry, Value, check_given, pack_conditions
 from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
@@ -299,5 +299,5 @@ def network_inputs(state_TC: Tensor, channels: int, pack: PackedBatch) -> tuple[
     if state_TC.shape[1] == channels:
         return state_TC, pack
     token_SF = state_TC[pack.layout.tensor(pack.layout.starts), channels:]
-    conditions = pack.conditions | {TEACHER_TOKEN.name: per_sample(token_SF)}
+    conditions = pack.conditions | {TEACHER_TOKEN.name: Entry("sample", token_SF)}
     return state_TC[:, :channels], replace(pack, conditions=conditions)

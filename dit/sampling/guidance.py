@@ -53,7 +53,6 @@ def rescaled(guided_TC: Tensor, cond_TC: Tensor, share: float, layout: SequenceL
 
     Source: Lin et al. 2023, arXiv:2305.08891, Eq. 14 to 16.
     """
-    _check_full(layout, "guidance_rescale", "use guidance_rescale=0")
 
     def sum_S(x_TC: Tensor) -> Tensor:
         return layout.sum_per_sample(torch.where(layout.noised_T, x_TC.sum(1), 0.0))
@@ -104,14 +103,6 @@ def within(interval: Optional[list[float]], alpha: Tensor, sigma: Tensor) -> boo
     return interval is None or interval[0] * float(alpha) <= float(sigma) <= interval[1] * float(alpha)
 
 
-def _check_full(layout: SequenceLayout, method: str, cure: str) -> None:
-    if layout.local_indices is not None:
-        raise ConfigError(
-            f"{method} needs full samples, but this rank has {len(layout.local_indices)} of {layout.total_tokens} "
-            f"tokens; sample with context_parallel_size=1, or {cure}"
-        )
-
-
 QUANTILE = 0.995
 """Of |x0| over a sample, in `dynamic_threshold`; Imagen's."""
 
@@ -123,7 +114,6 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout) -> Tensor:
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, Section 2.3.
     """
-    _check_full(layout, "dynamic thresholding", "use static thresholding")
     # kthvalue: torch.quantile is limited to 2**24 numbers, and one video has more.
     limits, levels = [], layout.levels
     noised_T = None if levels is None else ~levels.layout.per_token(levels.clean_L).flatten()

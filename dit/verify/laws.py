@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dit.backends import process_groups
 from dit.backends.device import local_device
 from dit.batch import PackedBatch
-from dit.conditions import per_text_token
+from dit.conditions import Entry
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.verify.compare import largest_error, relative_errors, tensor_errors
@@ -92,7 +92,7 @@ def padded_texts(batch: PackedBatch, fill: float) -> PackedBatch:
         if entry.layout is not None:
             layout = SequenceLayout.from_lengths(entry.layout.lengths, multiple_of=4, may_be_empty=True)
             values = layout.insert_padding(entry.values).masked_fill(~layout.valid_T[:, None], fill)
-            texts[name] = per_text_token(values, layout, entry.dropped_S)
+            texts[name] = Entry("text", values, layout, entry.dropped_S)
     return replace(batch, conditions=batch.conditions | texts)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTROL, LOW_RESOLUTION
-from dit.conditions import Conditions, per_sample, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.rules import Shape
 from dit.data_api import sample_id
@@ -36,7 +36,7 @@ def packed(model: ModelConfig, latents: Sequence[Tensor], texts: Optional[list[T
     )
     if texts is not None:
         context_layout = SequenceLayout.from_lengths([len(text) for text in texts])
-        batch.conditions |= {"context": per_text_token(torch.cat(texts), context_layout)}
+        batch.conditions |= {"context": Entry("text", torch.cat(texts), context_layout)}
     return batch
 
 
@@ -77,9 +77,9 @@ def predict(
     pt, ps = model.patch_temporal, model.patch_spatial
     batch = packed(model, list(latents), texts)
     layout, grids = batch.layout, batch.grids
-    batch.conditions |= {name: per_sample(values) for name, values in (others or {}).items()}
+    batch.conditions |= {name: Entry("sample", values) for name, values in (others or {}).items()}
     if labels_B is not None:
-        batch.conditions |= {"label": per_sample(labels_B)}
+        batch.conditions |= {"label": Entry("sample", labels_B)}
     if control is not None:
         batch.conditions |= {"control": CONTROL.pack(list(control), layout, (pt, ps))}
     if low is not None:

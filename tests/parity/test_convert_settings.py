@@ -40,7 +40,10 @@ RTOL = 1e-5
 PIXART_MODEL = {"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False}
 UNET = test_convert_unet.SIZES["v1"]
 FORMS: dict[str, tuple[DiffusersFormat[Any], Any]] = {
-    **{name: (FAMILIES[name].form, FAMILIES[name].small) for name in ("flux_schnell", "pixart", "sana", "wan")},
+    **{
+        name: (FAMILIES[name].form, FAMILIES[name].small)
+        for name in ("flux_schnell", "flux2_dev", "chroma", "pixart", "sana", "wan")
+    },
     "dit": (DiffusersDiT(), test_convert_dit.diffusers_model),
     "hunyuan_video": (DiffusersHunyuanVideo(), test_hunyuan_video.small),
     "unet": (DiffusersUNet(), lambda: test_convert_unet.diffusers_model(UNET)),
@@ -52,7 +55,14 @@ FORMS: dict[str, tuple[DiffusersFormat[Any], Any]] = {
 }
 """Form of a class of diffusers, and a function that builds a small model of the class."""
 UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "flux_schnell": [({"in_channels": 18}, "in_channels=18")],
+    **{
+        name: [
+            ({"in_channels": 18}, "in_channels=18 is not a multiple of 4, the positions of a patch"),
+            ({"out_channels": 6}, "out_channels=6 is not a multiple of 4, the positions of a patch"),
+            ({"out_channels": 4}, "is above out_channels=4: this network also reads inputs"),
+        ]
+        for name in ("flux_schnell", "flux2_dev", "chroma")
+    },
     "pixart": [
         ({"use_additional_conditions": True}, "use_additional_conditions=True"),
         ({"use_additional_conditions": None, "sample_size": 128}, "use_additional_conditions=True"),

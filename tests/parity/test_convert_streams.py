@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dit.batch import PackedBatch
-from dit.conditions import per_sample
+from dit.conditions import Entry
 from dit.convert.diffusers_cross import DiffusersPixArt, DiffusersSana, DiffusersWan
 from dit.convert.diffusers_flux import DiffusersChroma, DiffusersFlux, DiffusersFlux2, DiffusersQwenImage
 from dit.convert.diffusers_format import DiffusersFormat
@@ -180,7 +180,7 @@ def pack_of(model: Any, samples: slice = slice(None)) -> PackedBatch:
     batch = packed(model, latents[samples], texts[samples])
     if (pooled_size := getattr(model, "pooled_size", None)) is not None:
         pooled_SD = torch.randn(len(GRIDS), pooled_size, generator=torch.Generator().manual_seed(4))
-        batch.conditions |= {"pooled": per_sample(pooled_SD[samples])}
+        batch.conditions |= {"pooled": Entry("sample", pooled_SD[samples])}
     return batch
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_sample
+from dit.conditions import Conditions, Entry
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
@@ -26,7 +26,7 @@ def batch_of(config: ModelConfig, height: int, width: int, labels: list[int]) ->
     generator = torch.Generator().manual_seed(4)
     grids = [(1, height, width)] * len(labels)
     layout = SequenceLayout.from_lengths([height * width] * len(labels))
-    conditions = Conditions(label=per_sample(torch.tensor(labels)))
+    conditions = Conditions(label=Entry("sample", torch.tensor(labels)))
     return PackedBatch(
         latents_TC=torch.randn(layout.total_tokens, config.token_channels, generator=generator),
         positions_T3=torch.cat([grid_positions(grid) for grid in grids]),

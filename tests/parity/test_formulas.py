@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from dit.batch import PackedBatch
-from dit.conditions import per_sample
+from dit.conditions import Entry
 from dit.context_parallel.pictures import Pictures
 from dit.errors import BatchError
 from dit.joint_layout import joint_layout
@@ -267,7 +267,7 @@ def test_missing_frame_rate_is_thirty(build_model: BuildModel) -> None:
     named = pack([Sample((2, 2, 2), 3, fps=30.0)], config)
     inputs, time = draw(named)
     unnamed = replace(named, conditions=named.conditions.without("fps"))
-    other = replace(named, conditions=named.conditions | {"fps": per_sample(torch.tensor([24.0]))})
+    other = replace(named, conditions=named.conditions | {"fps": Entry("sample", torch.tensor([24.0]))})
     assert torch.equal(model(inputs, time, named), model(inputs, time, unnamed))
     assert not torch.allclose(model(inputs, time, named), model(inputs, time, other), rtol=1e-3)
 
@@ -318,7 +318,7 @@ def test_missing_text_is_one_null_token(build_model: BuildModel) -> None:
 
 def test_each_sample_has_one_pooled_text() -> None:
     batch = pack(MIXED, small("flux"))
-    three = {"pooled": per_sample(batch.conditions["pooled"].values[:3])}
+    three = {"pooled": Entry("sample", batch.conditions["pooled"].values[:3])}
     with pytest.raises(BatchError, match="'pooled' has 3 rows, needs 4"):
         replace(batch, conditions=batch.conditions | three).validate()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.conditions import per_sample, per_text_token
+from dit.conditions import Entry
 from dit.errors import BatchError, ConfigError
 from dit.layout import SequenceLayout
 from dit.models.efficient_unet.config import EfficientUNetConfig
@@ -52,9 +52,9 @@ def pack(config: ImagenConfig, texts: tuple[int, ...], *, multiple_of: int = 1) 
         layout = SequenceLayout.from_lengths(texts, multiple_of=multiple_of)
         generator = torch.Generator().manual_seed(1)
         values = torch.randn(layout.total_tokens, config.context_size, generator=generator)
-        changed["context"] = per_text_token(values.masked_fill(~layout.valid_T[:, None], torch.nan), layout)
+        changed["context"] = Entry("text", values.masked_fill(~layout.valid_T[:, None], torch.nan), layout)
     if config.noise_augmentation:
-        changed["augmentation"] = per_sample(torch.tensor([0.3, 1.2, 0.02][: len(texts)]))
+        changed["augmentation"] = Entry("sample", torch.tensor([0.3, 1.2, 0.02][: len(texts)]))
     return replace(batch, conditions=batch.conditions | changed)
 
 

@@ -9,7 +9,7 @@ import torch
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.condition_table import TEACHER, TEACHER_TOKEN
-from dit.conditions import Entry, per_sample
+from dit.conditions import Entry
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objective_checks import check_alignment, check_outputs
@@ -40,7 +40,7 @@ def pack_with_tokens(model: DiTConfig = MODEL, samples: list[Sample] = RAGGED, m
     batch.latents_TC = torch.randn(batch.latents_TC.shape, generator=generator)
     token_SF = torch.randn(len(samples), WIDTH, generator=generator)
     features_TF = torch.randn(len(batch.latents_TC), WIDTH, generator=generator)
-    batch.conditions |= {TEACHER_TOKEN.name: per_sample(token_SF), TEACHER.name: Entry("token", features_TF)}
+    batch.conditions |= {TEACHER_TOKEN.name: Entry("sample", token_SF), TEACHER.name: Entry("token", features_TF)}
     return replace(batch, loss_weight_S=torch.tensor([0.5, 1.0, 2.0, 1.0])[: len(samples)])
 
 

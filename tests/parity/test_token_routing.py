@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
-from dit.conditions import per_sample
+from dit.conditions import Entry
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.levels import with_levels
@@ -144,7 +144,7 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_samples(
     batch = routed_pack(model_config)
     inputs, time, cotangent = drawn(batch, token or 0)
     tokens_SF = torch.randn(len(SAMPLES), token or 0, generator=torch.Generator().manual_seed(7))
-    batch.conditions |= {"teacher_token": per_sample(tokens_SF)}
+    batch.conditions |= {"teacher_token": Entry("sample", tokens_SF)}
     out, loss = model(inputs, time, batch), torch.zeros((), dtype=torch.float64)
     kept = kept_tokens(batch.layout, routing)
     for i, (sample, rows) in enumerate(zip(SAMPLES, rows_of(batch.layout))):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_sample, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.layout import SequenceLayout
 from dit.patchify import grid_positions
 from dit.sampling.generate import generate_each
@@ -76,7 +76,7 @@ def pack(
     lengths = [t * h * w for t, h, w in (sample.grid for sample in samples)]
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of, total_tokens=layout.total_tokens + tail)
-    conditions = Conditions(fps=per_sample(torch.tensor([sample.fps for sample in samples])))
+    conditions = Conditions(fps=Entry("sample", torch.tensor([sample.fps for sample in samples])))
     if (width := config.context_size) is not None:
         texts = [sample.text(width) for sample in samples]
         dropped = torch.tensor([text is None for text in texts])
@@ -85,14 +85,14 @@ def pack(
         context = torch.full((context_layout.total_tokens, width), 1e3)
         for text, start in zip(texts, context_layout.starts):
             context[start : start + len(text)] = text
-        conditions |= {"context": per_text_token(context, context_layout, dropped)}
+        conditions |= {"context": Entry("text", context, context_layout, dropped)}
     if condition := config.condition("label"):
         labels = torch.tensor([condition.num_classes if s.label is None else s.label for s in samples])
-        conditions |= {"label": per_sample(labels)}
+        conditions |= {"label": Entry("sample", labels)}
     if (size := pooled_size(config)) is not None:
         pooled_texts = [sample.pooled(size) for sample in samples]
         vectors = torch.stack([torch.full((size,), 1e3) if x is None else x for x in pooled_texts])
-        conditions |= {"pooled": per_sample(vectors, dropped)}
+        conditions |= {"pooled": Entry("sample", vectors, None, dropped)}
     latents_TC = torch.zeros(layout.total_tokens, config.token_channels)
     return pack_of(layout, latents_TC, [sample.grid for sample in samples], conditions=conditions).validate()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dit.batch import PackedBatch
 from dit.condition_table import LABEL
-from dit.conditions import Conditions, Entry, per_sample, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.errors import BatchError
 from dit.layout import SequenceLayout, to_device
 from dit.patchify import grid_positions, patchify
@@ -178,14 +178,12 @@ def test_impossible_layouts_are_refused_with_a_cure(options, message):
         SequenceLayout.from_lengths(**options)
 
 
-def test_grid_undoes_patchify_for_every_sample():
-    """A dense pack becomes one [S, C, t, h, w] tensor with the numbers of each sample."""
+def test_unpatchified_undoes_patchify_for_every_sample():
     batch = make_batch([(2, 2, 3), (2, 2, 3)]).validate()
-    dense = batch.grid(1, 2)
-    assert dense.shape == (2, 2, 2, 4, 6)
+    first, second = batch.unpatchified(batch.latents_TC, 1, 2)
     expected = torch.arange(96, dtype=torch.float32).view(2, 2, 4, 6)
-    assert torch.equal(dense[0], expected)
-    assert torch.equal(dense[1], expected + 1000)
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected + 1000)
 
 
 def test_dense_is_a_view_of_equal_samples():
@@ -203,7 +201,7 @@ def test_a_dense_view_omits_padding(multiple_of: int, total: int):
     batch = make_batch([(1, 1, 3), (1, 1, 3)])
     padded = replace(batch, layout=SequenceLayout.from_lengths([3, 3], multiple_of=multiple_of, total_tokens=total))
     padded.latents_TC = padded.layout.insert_padding(batch.latents_TC)
-    assert torch.equal(padded.grid(1, 2), batch.grid(1, 2))
+    assert torch.equal(padded.dense(padded.latents_TC), batch.dense(batch.latents_TC))
     padding = ~padded.layout.valid_T[:, None]
     filled = padded.latents_TC.masked_fill(padding, float("nan"))
     assert torch.equal(padded.layout.insert_padding(padded.dense(filled).flatten(0, 3)), padded.latents_TC)
@@ -227,25 +225,25 @@ def test_dense_refuses_mixed_shapes_and_parts_of_samples():
         ({"sample_ids_S": torch.zeros(3)}, "sample_ids_S has 3 rows, needs 2"),
         ({"keys": ("a",)}, "keys has 1 rows, needs 2"),
         ({"grids": ((1, 2, 2), (1, 2, 2))}, r"'sample1' has grid \(1, 2, 2\) but 6 tokens"),
-        ({"label": per_sample(torch.tensor([1]))}, "'label' has 1 rows, needs 2"),
+        ({"label": Entry("sample", torch.tensor([1]))}, "'label' has 1 rows, needs 2"),
         (
-            {"label": per_sample(torch.tensor([1, 10]))},
+            {"label": Entry("sample", torch.tensor([1, 10]))},
             r"'sample1' has label 10; the model has the classes 0 to 9 .*raise model.num_classes",
         ),
-        ({"label": per_sample(torch.tensor([-1, 0]))}, "'sample0' has label -1"),
+        ({"label": Entry("sample", torch.tensor([-1, 0]))}, "'sample0' has label -1"),
         ({"loss_weight_S": torch.ones(4)}, "loss_weight_S has 4 rows, needs 2"),
         (
-            {"context": per_text_token(torch.zeros(4, 2), SequenceLayout.from_lengths([2, 3]))},
+            {"context": Entry("text", torch.zeros(4, 2), SequenceLayout.from_lengths([2, 3]))},
             "'context' has 4 rows, needs 5",
         ),
         (
-            {"context": per_text_token(torch.zeros(4, 2), SequenceLayout.from_lengths([4]))},
+            {"context": Entry("text", torch.zeros(4, 2), SequenceLayout.from_lengths([4]))},
             "'context' has 1 texts, needs 2",
         ),
     ],
 )
 def test_validate_names_the_wrong_part(change, message):
-    batch = make_batch([(1, 2, 2), (1, 2, 3)], conditions=Conditions(label=per_sample(torch.tensor([0, 9]))))
+    batch = make_batch([(1, 2, 2), (1, 2, 3)], conditions=Conditions(label=Entry("sample", torch.tensor([0, 9]))))
     wanted = [replace(LABEL, num_classes=10)]
     assert batch.validate(wanted) is batch
     for name, value in change.items():
@@ -305,8 +303,8 @@ def test_moving_a_batch_moves_every_tensor_and_both_layouts():
     batch = make_batch(
         [(1, 1, 2)],
         conditions=Conditions(
-            fps=per_sample(torch.ones(1)),
-            context=per_text_token(torch.zeros(2, 4), SequenceLayout.from_lengths([2]), torch.zeros(1)),
+            fps=Entry("sample", torch.ones(1)),
+            context=Entry("text", torch.zeros(2, 4), SequenceLayout.from_lengths([2]), torch.zeros(1)),
         ),
     )
     moved = batch.to("meta")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, CONTEXT_2, FPS, IMAGE_TOKENS, LABEL, POOLED, TABLE, match_conditions
-from dit.conditions import Condition, Conditions, per_latent_token, per_text_token
+from dit.conditions import Condition, Conditions, Entry
 from dit.context_parallel.partition import context_partition
 from dit.context_parallel.shard_batch import shard
 from dit.data_api import BatchSpec
@@ -206,7 +206,7 @@ def test_another_axis_is_named_and_a_default_may_be_missing() -> None:
     batch = make_batch()
     batch.conditions = batch.conditions.without("fps")
     batch.validate(WANTED, patch_volume=SPEC.patch_volume)
-    batch.conditions |= {"pooled": per_latent_token(torch.zeros(batch.layout.total_tokens, 4))}
+    batch.conditions |= {"pooled": Entry("latent", torch.zeros(batch.layout.total_tokens, 4))}
     with pytest.raises(BatchError, match="'pooled' is per latent, the model takes it per sample"):
         batch.validate(WANTED, patch_volume=SPEC.patch_volume)
 
@@ -316,7 +316,7 @@ def test_a_dropped_text_becomes_the_embedding_of_the_empty_text(tokens: int, len
     wanted = replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5)
     texts, empty = [torch.randn(length, 3) for length in lengths], torch.randn(tokens, 3)
     texts_layout = SequenceLayout.from_lengths(lengths)
-    conditions = Conditions(context=per_text_token(torch.cat(texts), texts_layout)).with_nulls({"context": empty})
+    conditions = Conditions(context=Entry("text", torch.cat(texts), texts_layout)).with_nulls({"context": empty})
     layout = SequenceLayout.from_lengths([1] * 3)
     dropped = conditions.to("cpu").drop([wanted], lambda _: torch.tensor([0.1, 0.9, 0.2]), layout)["context"]
     filled = [empty.repeat(length, 1)[:length] for length in lengths]
@@ -327,7 +327,7 @@ def test_a_dropped_text_becomes_the_embedding_of_the_empty_text(tokens: int, len
 
 def test_texts_that_are_shorter_than_the_empty_text_are_refused_with_both() -> None:
     wanted = replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5)
-    entry = per_text_token(torch.ones(7, 3), SequenceLayout.from_lengths([2, 5]))
+    entry = Entry("text", torch.ones(7, 3), SequenceLayout.from_lengths([2, 5]))
     conditions = Conditions(context=entry).with_nulls({"context": torch.ones(4, 3), "context_2": torch.ones(1, 3)})
     [fault] = conditions.problems([wanted], SequenceLayout.from_lengths([1, 1]), ["a", "b"], 1)
     assert "a text of 2 tokens" in fault

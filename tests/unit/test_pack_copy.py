@@ -14,7 +14,7 @@ from torch import Tensor
 from dit import layout as layouts
 from dit import pack_copy
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.context_parallel.shard_batch import shard
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import _segments_with_padding
@@ -51,7 +51,7 @@ def pack(grids: list[tuple[int, int, int]], text_lengths: list[int]) -> PackedBa
         sample_ids_S=torch.arange(len(grids)) + 7,
         grids=tuple(grids),
         keys=tuple(map(str, grids)),
-        conditions=Conditions(context=per_text_token(context_KD, texts, torch.ones(len(grids)) > 0)),
+        conditions=Conditions(context=Entry("text", context_KD, texts, torch.ones(len(grids)) > 0)),
     )
 
 

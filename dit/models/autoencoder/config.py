@@ -5,7 +5,7 @@ from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import PICTURES, ModelConfig, TransformerSizes
-from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges, ranged
+from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, ranged
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class AutoencoderConfig(ModelConfig):
         return self.token_channels + self.posterior_features
 
     def validate(self) -> None:
-        check_ranges("model", self)
+        super().validate()
         if self.patch_temporal != 1:
             raise ConfigError(
                 f"model.patch_temporal={self.patch_temporal}, but each frame is encoded separately; set it to 1"

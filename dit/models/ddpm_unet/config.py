@@ -6,7 +6,6 @@ from typing import Optional
 from dit.errors import ConfigError
 from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned
-from dit.models.transformer_config import check_numbers
 from dit.ranges import WIDTH, ranged
 
 
@@ -36,7 +35,7 @@ class DDPMUNetConfig(ClassConditioned):
         return len(self.block_out_channels) - 1
 
     def validate(self) -> None:
-        check_numbers(self)
+        super().validate()
         if self.hidden_size % 2:
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} must be even, half for sines and half for cosines; use "

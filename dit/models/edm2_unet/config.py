@@ -6,8 +6,7 @@ from typing import Optional
 from dit.errors import ConfigError
 from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned
-from dit.models.transformer_config import check_numbers
-from dit.ranges import LAYERS, WIDTH, check_ranges, ranged, whole
+from dit.ranges import LAYERS, WIDTH, check_range, ranged, whole
 
 
 @dataclass(kw_only=True)
@@ -50,11 +49,11 @@ class EDM2UNetConfig(ClassConditioned):
         return frozenset({self.head_size})
 
     def validate(self) -> None:
-        check_numbers(self)
+        super().validate()
         levels = len(self.block_out_channels)
         if not levels:
             raise ConfigError("model.block_out_channels=[] needs at least one resolution; [192,384,576,768] is EDM2-S")
-        check_ranges("model", self, {"attention_levels": whole(0, levels - 1)})
+        check_range("model.attention_levels", self.attention_levels, whole(0, levels - 1))
         if len(set(self.attention_levels)) < len(self.attention_levels):
             raise ConfigError(f"model.attention_levels={self.attention_levels} names a level twice; name each once")
         # The first block on the way up has attention at the lowest resolution.

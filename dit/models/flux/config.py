@@ -1,6 +1,6 @@
 """Sizes of FLUX.1."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Optional
 
 from dit.models.conditioned import ControlConditioned
@@ -17,7 +17,6 @@ class FluxConfig(StreamsConfig, ControlConditioned):
     Source: black-forest-labs/flux, `model.py`; sizes and defaults of FLUX.1-dev.
     """
 
-    in_channels: int = 16
     context_size: Optional[int] = 4096
     pooled_size: Optional[int] = 768
     hidden_size: int = 3072
@@ -25,4 +24,3 @@ class FluxConfig(StreamsConfig, ControlConditioned):
     num_joint_layers: int = 19
     num_single_layers: int = 38
     ffn_hidden_size: Optional[int] = 12288
-    rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])

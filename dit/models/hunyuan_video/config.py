@@ -1,6 +1,6 @@
 """Sizes of HunyuanVideo 1.5."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -47,7 +47,6 @@ class HunyuanVideoConfig(StreamsConfig):
     num_joint_layers: int = 54
     num_single_layers: int = 0
     rope_theta: float = 256.0
-    rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
     num_refiner_layers: int = ranged(2, LAYERS_OR_ZERO)
     glyph_size: int = ranged(1472, WIDTH)
     glyph_hidden_size: int = ranged(2048, WIDTH)

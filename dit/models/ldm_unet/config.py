@@ -9,7 +9,6 @@ from dit.errors import ConfigError
 from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import NULLS, ControlConditioned, NullTextConditioned
 from dit.models.lora_config import LoRAConfig
-from dit.models.transformer_config import check_numbers
 from dit.ranges import LAYERS, LAYERS_OR_ZERO, WIDTH, ranged
 
 NullText = Literal["learned", "empty", "zeros"]
@@ -85,10 +84,7 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
         return 4 * self.block_out_channels[0]
 
     def validate(self) -> None:
-        self.text_size()
-        check_numbers(self)
-        if self.lora is not None:
-            self.lora.validate()
+        super().validate()
         channels, groups, heads = self.block_out_channels, self.norm_num_groups, self.num_attention_heads
         if len(self.transformer_layers) != len(channels) or not channels:
             raise ConfigError(

@@ -32,7 +32,3 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
     ffn_hidden_size: Optional[int] = 6272
     position_embedding: Positions = "rope_3d"
     rope_axes: list[int] = ranged([0, 32, 32], LAYERS_OR_ZERO)
-
-    def validate(self) -> None:
-        super().validate()
-        self.text_size()

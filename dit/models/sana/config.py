@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from dit.errors import ConfigError
 from dit.models.base import Supports
 from dit.models.cross_config import CrossAttentionModelConfig
-from dit.ranges import WIDTH, ranged
+from dit.models.transformer_config import check_heads
+from dit.ranges import WIDTH, check_unused, ranged
 
 Positions = Literal["none", "sincos_2d", "sincos_3d"]
 
@@ -40,19 +40,15 @@ class SanaConfig(CrossAttentionModelConfig):
     def takes_references(self) -> bool:
         return False  # tokens outside the grid have no place in a picture
 
-    def check_sizes(self) -> None:
-        super().check_sizes()
-        if self.num_query_groups is not None:
-            raise ConfigError(
-                f"model.num_query_groups={self.num_query_groups}, but linear attention has one key head per query "
-                "head; use None"
-            )
-        if self.hidden_size % self.num_cross_attention_heads:
-            fits = [n for n in range(1, 65) if self.hidden_size % n == 0]
-            raise ConfigError(
-                f"model.hidden_size={self.hidden_size} is not a multiple of model.num_cross_attention_heads="
-                f"{self.num_cross_attention_heads}; use one of {fits}"
-            )
+    def validate(self) -> None:
+        super().validate()
+        where = "with linear attention, which has one key head per query head"
+        check_unused("model", self, ["num_query_groups"], where, "use None")
+        check_heads("num_cross_attention_heads", self.num_cross_attention_heads, self.hidden_size)
+
+    @property
+    def convolved_channels(self) -> int:
+        return self.ffn_size  # pairs of gate and value
 
     @property
     def head_sizes(self) -> frozenset[int]:

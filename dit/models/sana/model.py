@@ -10,7 +10,7 @@ from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import set_matrices
 from dit.batch import PackedBatch
-from dit.context_parallel.pictures import Pictures, check_channels
+from dit.context_parallel.pictures import Pictures
 from dit.kernels.attention import Attention
 from dit.kernels.linear_attention import linear_attention
 from dit.kernels.recompute import recomputable
@@ -48,10 +48,9 @@ class GatedConvolution(nn.Module):
     Source: Xie et al. 2024, arXiv:2410.10629, section 2.2 and figure 5; GLUMBConv in its published code.
     """
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, attention: Attention) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
         channels, init = 2 * ffn_hidden_size, xavier_uniform(hidden_size, ffn_hidden_size)
-        check_channels(provider.split(ffn_hidden_size, "ffn_hidden_size"), attention)
         self.gate = provider.kernels.swiglu
         self.linear_fc1 = provider.column_linear(hidden_size, channels, bias=True, init=init)
         set_matrices(self.linear_fc1, GATED)
@@ -84,7 +83,7 @@ class SanaLayer(nn.Module):
         self.cross_attention = CrossAttention(
             size, size, config.num_cross_attention_heads, provider, attention, zero_output=True, **options
         )
-        self.mlp = GatedConvolution(size, config.ffn_size, provider, attention)
+        self.mlp = GatedConvolution(size, config.ffn_size, provider)
 
     def forward(
         self,

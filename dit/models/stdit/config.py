@@ -8,7 +8,7 @@ from dit.errors import ConfigError
 from dit.models.base import Supports
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.transformer_config import Positions
-from dit.ranges import POSITIVE, ranged
+from dit.ranges import POSITIVE, check_unused, ranged
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,6 @@ class STDiTConfig(CrossAttentionModelConfig):
 
     @property
     def has_temporal(self) -> bool:
-        """True if a layer has temporal attention. Its positions are always rotary."""
         return any("temporal" in pattern for pattern in self.layer_pattern)
 
     @property
@@ -52,9 +51,8 @@ class STDiTConfig(CrossAttentionModelConfig):
         return not self.has_segments  # frames and positions of a grid have no place for other tokens
 
     def validate(self) -> None:
-        self.check_sizes()
+        super().validate()
         self._check_pattern()
-        self.check_positions(turns_in_time=self.has_temporal)
         if self.has_temporal:
             self.rotary(time_only=True)
         if self.position_embedding != "rope_3d" and self.rope_factors and self.rope_factors[1:] != [1.0, 1.0]:
@@ -63,11 +61,9 @@ class STDiTConfig(CrossAttentionModelConfig):
                 f"model.position_embedding={self.position_embedding!r}, because temporal attention rotates only with "
                 "t; use 'rope_3d', or 1 for h and w"
             )
-        if self.position_span is not None and self.position_embedding == "rope_3d":
-            raise ConfigError(
-                f"model.position_span={self.position_span} scales sine-cosine positions, but position_embedding is "
-                "'rope_3d'; use 'sincos_2d' or 'sincos_3d', or no span"
-            )
+        if self.position_embedding == "rope_3d":
+            where, cure = "with model.position_embedding='rope_3d'", "use 'sincos_2d' or 'sincos_3d'"
+            check_unused("model", self, ["position_span"], where, cure)
 
     def _check_pattern(self) -> None:
         choices = get_args(AttentionKind)

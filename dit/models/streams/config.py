@@ -90,6 +90,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     centred_positions: ClassVar[bool] = False
     """Positions h and w are counted from the centre of each picture."""
 
+    in_channels: int = 16
     num_joint_layers: int = field(metadata={RANGE: LAYERS})
     num_single_layers: int = field(metadata={RANGE: LAYERS_OR_ZERO})
     num_query_groups: Optional[int] = ranged(None, WIDTH)
@@ -99,7 +100,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     pooled_size: Optional[int] = ranged(None, WIDTH)
     guidance: Optional[float] = ranged(None, NOT_NEGATIVE)
     position_embedding: Positions = "rope_3d"
-    rope_axes: list[int] = field(metadata={RANGE: LAYERS_OR_ZERO})
+    rope_axes: list[int] = ranged([16, 56, 56], LAYERS_OR_ZERO)
     clean_reference_time: bool = False
     position_crop: Optional[list[int]] = ranged(None, PATCHES)
 
@@ -150,7 +151,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     def validate(self) -> None:
         super().validate()
-        self.text_size()
         if self.block == "sandwich":
             check_query_groups(self.num_attention_heads, self.num_query_groups)
             if self.num_dual_layers or not self.num_single_layers:

@@ -22,7 +22,6 @@ class ChromaConfig(StreamsConfig):
     Source: diffusers 0.38, `transformer_chroma.py` and `pipeline_chroma.py`; lodestones/Chroma1-HD.
     """
 
-    in_channels: int = 16
     context_size: Optional[int] = 4096
     hidden_size: int = 3072
     num_attention_heads: int = 24
@@ -30,7 +29,6 @@ class ChromaConfig(StreamsConfig):
     num_single_layers: int = 38
     ffn_hidden_size: Optional[int] = 12288
     approximator: list[int] = ranged([64, 5120, 5], WIDTH)  # type: ignore[misc]
-    rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
 
     def validate(self) -> None:
         super().validate()
@@ -87,7 +85,6 @@ class Lumina2Config(StreamsConfig):
     reversed_time = True
     text_positions = "before_image"
 
-    in_channels: int = 16
     context_size: Optional[int] = 2304
     hidden_size: int = 2304
     num_attention_heads: int = 24
@@ -115,14 +112,12 @@ class QwenImageConfig(StreamsConfig):
     text_positions = "after_image"
     centred_positions = True
 
-    in_channels: int = 16
     context_size: Optional[int] = 3584
     hidden_size: int = 3072
     num_attention_heads: int = 24
     num_joint_layers: int = 60
     num_single_layers: int = 0
     ffn_hidden_size: Optional[int] = 12288
-    rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
 
 
 @dataclass(kw_only=True)
@@ -137,7 +132,6 @@ class SD3Config(StreamsConfig):
 
     text_output = False
 
-    in_channels: int = 16
     context_size: Optional[int] = 4096
     pooled_size: Optional[int] = 2048
     hidden_size: int = 2432
@@ -169,7 +163,6 @@ class ZImageConfig(StreamsConfig):
     sample_multiple = 32
     text_positions = "before_image"
 
-    in_channels: int = 16
     context_size: Optional[int] = 2560
     hidden_size: int = 3840
     num_attention_heads: int = 30

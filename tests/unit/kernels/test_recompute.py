@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dit.backends.linears import RowLinear
-from dit.conditions import Conditions, per_sample, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.kernels.choice import Implementation
 from dit.kernels.layer_kernels import EAGER, PendingResidual
 from dit.kernels.recompute import first_run, recompute_activations
@@ -55,10 +55,10 @@ def a_pack(config):
     generator = torch.Generator().manual_seed(1)
     layout = SequenceLayout.from_lengths([t * h * w for t, h, w in GRIDS], multiple_of=8)
     latents_TC = torch.randn(layout.total_tokens, config.token_channels, generator=generator)
-    conditions = Conditions(label=per_sample(torch.tensor([1, 4, 0])))
+    conditions = Conditions(label=Entry("sample", torch.tensor([1, 4, 0])))
     if config.context_size:
         texts, dropped = SequenceLayout.from_lengths([3, 5, 2]), torch.tensor([False, True, False])
-        conditions |= {"context": per_text_token(torch.randn(10, 12, generator=generator), texts, dropped)}
+        conditions |= {"context": Entry("text", torch.randn(10, 12, generator=generator), texts, dropped)}
     return pack_of(layout, latents_TC, GRIDS, conditions=conditions), torch.tensor([0.2, 0.5, 0.9])
 
 

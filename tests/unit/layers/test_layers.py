@@ -7,7 +7,7 @@ from dit.backends.init import initialize_weights
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.errors import ConfigError
 from dit.kernels.attention import segment_sdpa
 from dit.layers.adaln import Modulation
@@ -102,7 +102,7 @@ def test_the_label_table_has_a_row_for_a_missing_class(provider: LayerProvider):
 
 
 def text_batch(context: torch.Tensor | None, layout: SequenceLayout | None, dropped: list[bool] | None) -> PackedBatch:
-    text = per_text_token(context, layout, None if dropped is None else torch.tensor(dropped))
+    text = Entry("text", context, layout, None if dropped is None else torch.tensor(dropped))
     return pack_of(SequenceLayout.from_lengths([1, 1]), torch.zeros(2, 4), conditions=Conditions(context=text))
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.step import Recording, recomputed_share
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_sample, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.fixed_packs import PackMaxima
 from dit.kernels.recompute import recompute_activations
 from dit.layers.embeddings import CONDITION_FEATURES
@@ -51,8 +51,9 @@ def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
         grids=tuple((1, 1, n) for n in layout.lengths),
         keys=tuple(map(str, range(S))),
         conditions=Conditions(
-            label=per_sample(torch.zeros(S, dtype=torch.long)),
-            context=per_text_token(
+            label=Entry("sample", torch.zeros(S, dtype=torch.long)),
+            context=Entry(
+                "text",
                 torch.ones(context_layout.total_tokens, config.context_size or 1),
                 context_layout,
                 torch.arange(S) == 0,

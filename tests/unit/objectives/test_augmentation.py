@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.conditions import per_sample
+from dit.conditions import Entry
 from dit.errors import ConfigError
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.objective_checks import check_outputs
@@ -85,7 +85,7 @@ def test_each_sample_has_its_own_noise_level(padding: dict[str, int]) -> None:
     """c_in(sigma') (x + sigma' eps), where eps is enlarged from the small size, so its variance there is about 1."""
     batch = pack(**padding)
     levels_S = torch.tensor([0.5, 4.0, 1e-4])
-    given = replace(batch, conditions=batch.conditions | {"augmentation": per_sample(levels_S)})
+    given = replace(batch, conditions=batch.conditions | {"augmentation": Entry("sample", levels_S)})
     noised = EDM().augment(given, MODEL.conditions(), noise_of(batch), draw=False)
     eps = []
     for clean, scaled, level in zip(low_resolutions(batch), low_resolutions(noised), levels_S):

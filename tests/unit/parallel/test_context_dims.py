@@ -110,6 +110,12 @@ TP2, ULYSSES = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2, "
         (DiTConfig(wide_head=[1, 96, 3]), ULYSSES, None, "cannot split 3 heads of keys of model.wide_head / tensor_"),
         (DiTConfig(wide_head=[1, 192, 4]), {}, "blockwise", "128 features of hidden_size of model.wide_head on each"),
         (SanaConfig(num_cross_attention_heads=5), TP2, None, "num_cross_attention_heads=5 cannot be split over tensor"),
+        (
+            SanaConfig(ffn_hidden_size=101),
+            {"context_parallel_size": 2},
+            None,
+            "has 101 pairs of channels .* divisor of 101",
+        ),
     ],
 )
 def test_every_part_of_a_network_is_checked_before_it_is_built(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.condition_table import DEFAULT_FPS
-from dit.conditions import Conditions, per_sample
+from dit.conditions import Conditions, Entry
 from dit.data_api import BatchSpec, NoData
 from dit.inference.generator import Generator
 from dit.inference.preview import PictureWriter
@@ -54,7 +54,7 @@ def test_samples_equal_those_of_the_network_at_the_frame_rate(build_model: Build
     network = build_model(model, perturb=0.1)
 
     def at_24(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        rate = {"fps": per_sample(torch.full_like(time_S, 24.0))}
+        rate = {"fps": Entry("sample", torch.full_like(time_S, 24.0))}
         return network(inputs_TC, time_S, replace(batch, conditions=batch.conditions | rate))
 
     by_hand = generator_of(at_24, model).generate([0, 2])
@@ -93,7 +93,7 @@ def clips(*samples: tuple[tuple[int, int, int], float]) -> PackedBatch:
     """Return a pack of empty samples with these grids and frame rates."""
     grids = tuple(grid for grid, _ in samples)
     layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids])
-    conditions = Conditions(fps=per_sample(torch.tensor([fps for _, fps in samples])))
+    conditions = Conditions(fps=Entry("sample", torch.tensor([fps for _, fps in samples])))
     return pack_of(layout, torch.zeros(layout.total_tokens, 8), grids, conditions=conditions)
 
 

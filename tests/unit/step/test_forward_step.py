@@ -8,7 +8,7 @@ import torch
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_sample, per_text_token
+from dit.conditions import Conditions, Entry
 from dit.data_api import merge_states
 from dit.layers.embeddings import VectorEmbedder
 from dit.layers.text import TextTokens
@@ -37,9 +37,9 @@ def batch_of(count: int, *, classes: bool = True, texts: bool = True) -> PackedB
         grids=((1, 1, 1),) * count,
         keys=("",) * count,
         conditions=Conditions(
-            label=per_sample(torch.arange(count) % NUM_CLASSES) if classes else None,
-            context=per_text_token(torch.ones(count, 6), layout) if texts else None,
-            pooled=per_sample(torch.ones(count, 3)) if texts else None,
+            label=Entry("sample", torch.arange(count) % NUM_CLASSES) if classes else None,
+            context=Entry("text", torch.ones(count, 6), layout) if texts else None,
+            pooled=Entry("sample", torch.ones(count, 3)) if texts else None,
         ),
     )
 
