@@ -29,8 +29,7 @@ from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups, gather_objects, gather_on_first, raise_together
 from dit.backends.sharding import sharding_of
 from dit.boxes import Box, Part
-from dit.checkpoint.manifest import FileRecord
-from dit.checkpoint.state_files import StateReader, Weights, file_of_rank, write_boxes, write_index
+from dit.checkpoint.state_files import INDEX, StateReader, Weights, file_of_rank, head_of, index_text, tensors_text
 from dit.errors import CheckpointError
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import (
@@ -130,14 +129,15 @@ def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: Proce
     return local
 
 
-def contents_of(
-    parts: Sequence[LocalState],
-) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, list[Box]]]]:
-    """Return the shape of every tensor by name, and the boxes in the file of each rank."""
+def index_of(local: LocalState, groups: ProcessGroups) -> str:
+    """Return the tensors of the index on rank 0, see `tensors_text`, and an empty text on the others."""
+    parts = gather_on_first(LocalState(local.parts, []))
+    if parts is None:
+        return ""
     shapes = {
-        f"{slot}.{name}": shape for local in parts for name, (shape, _, slots) in local.parts.items() for slot in slots
+        f"{slot}.{name}": shape for part in parts for name, (shape, _, slots) in part.parts.items() for slot in slots
     }
-    return shapes, {file_of_rank(rank): local.boxes for rank, local in enumerate(parts)}
+    return tensors_text(shapes, {file_of_rank(rank): part.boxes for rank, part in enumerate(parts)})
 
 
 def scalars_of(optimizer: MegatronOptimizer) -> dict[str, float]:
@@ -147,23 +147,13 @@ def scalars_of(optimizer: MegatronOptimizer) -> dict[str, float]:
     return {ADAM_STEP: count.item(), **({} if scale is None else scale.scalars())}
 
 
-def save_state(
-    directory: Path,
-    shards: Sequence[MasterShard],
-    ema: Optional[EMA],
-    optimizer: MegatronOptimizer,
-    groups: ProcessGroups,
-) -> dict[str, FileRecord]:
-    """Write this rank's part of weights, average and optimizer state; return the record of its file by name."""
-    local, file = local_state(shards, ema, groups), file_of_rank(groups.rank)
-    record: dict[str, FileRecord] = {}
-    with fails_together():
-        record = {file: write_boxes(directory / file, local.boxes, local.values)}
-    parts, scalars = gather_on_first(LocalState(local.parts, [])), scalars_of(optimizer)
-    with fails_together():
-        if parts is not None:
-            write_index(directory, *contents_of(parts), scalars)
-    return record
+def files_of(
+    local: LocalState, index: str, optimizer: MegatronOptimizer, groups: ProcessGroups
+) -> dict[str, list[bytes | Tensor]]:
+    """Return the content of the files with the state of this rank; `index` is the result of `index_of`."""
+    files: dict[str, list[bytes | Tensor]] = {file_of_rank(groups.rank): [head_of(local.boxes), *local.values]}
+    scalars = scalars_of(optimizer)
+    return files if groups.rank else {**files, INDEX: [index_text(index, scalars).encode()]}
 
 
 @torch.no_grad()
@@ -175,7 +165,7 @@ def load_state(
     wrapped: Sequence[Any],
     groups: ProcessGroups,
 ) -> None:
-    """Read the state that `save_state` wrote on any layout into master weights, averages, optimizer and model."""
+    """Read the state that any layout wrote into master weights, averages, optimizer and model."""
     reader = StateReader(directory)
     for i, shard in enumerate(shards):
         shard.ensure_state()
