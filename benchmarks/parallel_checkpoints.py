@@ -27,12 +27,14 @@ def state_of(it: Built, ema: EMA) -> dict[str, Any]:
 
 
 def save_state(folder: Path, it: Any, ema: EMA) -> dict[str, FileRecord]:
-    """Write the files of this rank with the state of a model; return their sizes and hashes."""
+    """Write the state of a model; return the sizes and hashes of the files of this rank."""
     from dit.checkpoint.sharded_state import files_of, index_of, local_state
     from dit.checkpoint.state_files import write_files
 
     local = local_state(it.shards, ema, it.groups)
-    return write_files(folder, files_of(local, index_of(local, it.groups), it.optimizer, it.groups))
+    records = write_files(folder, files_of(local, index_of(local, it.groups), it.optimizer, it.groups))
+    torch.distributed.barrier()
+    return records
 
 
 def save(case: dict[str, Any]) -> dict[str, Any]:

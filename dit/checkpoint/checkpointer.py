@@ -33,7 +33,6 @@ from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, re
 from dit.checkpoint.resume_check import changes, check_same_experiment, replaced_data
 from dit.checkpoint.run_identity import join_run
 from dit.checkpoint.sharded_state import (
-    fails_together,
     files_of,
     global_shapes,
     index_of,
@@ -44,7 +43,7 @@ from dit.checkpoint.sharded_state import (
 from dit.checkpoint.state_files import write_files
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import TrainState
-from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
+from dit.checkpoint.verify_together import fails_together, newest_valid_together, on_first_rank
 from dit.data_api import check_resumed_streams, merge_states
 from dit.errors import CheckpointError, ConfigError, DataError, on_a_screen
 from dit.run_config import RunConfig
@@ -52,6 +51,8 @@ from dit.safe_files import read_torch
 
 logger = logging.getLogger(__name__)
 
+WRITE = "write its part of the checkpoint"
+"""Task of a rank in `fails_together`."""
 LONGEST_CHANGE = 300  # characters of a logged change
 
 
@@ -79,13 +80,13 @@ class Checkpointer:
         groups, step = state.groups, state.step
         records: dict[str, FileRecord] = {}
         meta, files = self.meta(state), self.files(state, metadata)
-        with fails_together():
+        with fails_together(groups, WRITE):
             if groups.rank == 0:
                 self.store.begin(step)
-        with fails_together(), self.store.writing(step):
+        with fails_together(groups, WRITE), self.store.writing(step):
             records = write_files(self.store.partial_path(step), files)
         parts = gather_objects(records)
-        with fails_together():
+        with fails_together(groups, WRITE):
             if groups.rank == 0:
                 self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
         return self.store.path(step)
@@ -109,7 +110,7 @@ class Checkpointer:
         groups, local = state.groups, local_state(state.shards, state.ema, state.groups)
         if self._index is None:  # the layout of a run does not change
             index = ""
-            with fails_together():
+            with fails_together(groups, WRITE):
                 index = index_of(local, groups)
             self._index = index  # set on all ranks or on none; if on none, the next save gathers again
         files = files_of(local, self._index, state.optimizer, groups)

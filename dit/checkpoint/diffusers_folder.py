@@ -21,7 +21,7 @@ from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.checkpoint.added_inputs import with_added_inputs
 from dit.checkpoint.manifest import hash_file
 from dit.checkpoint.state_files import Weights
-from dit.checkpoint.verify_together import reads_together
+from dit.checkpoint.verify_together import fails_together
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
 from dit.convert.diffusers_pipeline import pipeline_class, spacing_notes
 from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
@@ -76,9 +76,9 @@ class Network:
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
         """Return a digest of settings and weights, whose files the ranks share, see `CheckpointStart.digest`."""
-        with reads_together(groups):
+        with fails_together(groups):
             files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
-        with reads_together(groups):  # hashing takes long, so all files must exist first
+        with fails_together(groups):  # hashing takes long, so all files must exist first
             share = files if groups is None else files[groups.rank :: groups.world_size]
             local = {path.name: hash_file(path.resolve()).sha256 for path in share}
         parts = [local] if groups is None else gather_objects(local)

@@ -15,7 +15,6 @@ with copies of a range write equal shares of it. An example:
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -26,11 +25,10 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device, synchronize
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.backends.process_groups import ProcessGroups, gather_objects, gather_on_first, raise_together
+from dit.backends.process_groups import ProcessGroups, gather_objects, gather_on_first
 from dit.backends.sharding import sharding_of
 from dit.boxes import Box, Part
 from dit.checkpoint.state_files import INDEX, StateReader, Weights, file_of_rank, head_of, index_text, tensors_text
-from dit.errors import CheckpointError
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import (
     MasterShard,
@@ -78,20 +76,6 @@ def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[s
     if ema is not None:
         values |= {slot: averages[i] for slot, averages in ema.by_slot.items()}
     return values
-
-
-@contextmanager
-def fails_together() -> Iterator[None]:
-    """Run writing code; if it fails on one rank, raise on all ranks, on the failed one its own error.
-
-    Every rank enters this context. Errors of other types are raised immediately, only on their rank.
-    """
-    failure: Optional[Exception] = None
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        failure = error
-    raise_together(failure, CheckpointError("another rank could not write its part of the checkpoint; see its error"))
 
 
 @dataclass(frozen=True)
