@@ -13,6 +13,7 @@ from dit.convert.diffusers_format import TrainedModel, arguments_of
 from dit.convert.original_dit import drop_variance
 from dit.convert.rules import (
     POINTWISE,
+    SAME,
     TURNED_HEAD,
     Axes,
     ByHead,
@@ -21,7 +22,6 @@ from dit.convert.rules import (
     Negated,
     Rule,
     RuleBook,
-    Same,
     SwappedHalves,
     layer_rules,
 )
@@ -94,7 +94,7 @@ def test_reordered_rotary_pairs_keep_every_score():
 @pytest.mark.parametrize(
     ("form", "external"),
     [
-        (Same(), [numbered(4, 3)]),
+        (SAME, [numbered(4, 3)]),
         (Copies(2), [numbered(4, 3), numbered(4, 3)]),
         (Axes("d c ph pw -> d (ph pw c)", {"ph": 2, "pw": 2}), [numbered(4, 3, 2, 2)]),
         (SwappedHalves(), [numbered(6, 2)]),
