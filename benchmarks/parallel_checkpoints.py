@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
+from dit.checkpoint.manifest import FileRecord
 from dit.optimizer.ema import EMA
 from dit.verify.trial import Built, global_values, global_weights, named_parameters
 
@@ -25,9 +26,19 @@ def state_of(it: Built, ema: EMA) -> dict[str, Any]:
     return {**tensors, "drifted": drifted, "shapes": shapes, "step": get_step_count(it.optimizer)}
 
 
+def save_state(folder: Path, it: Any, ema: EMA) -> dict[str, FileRecord]:
+    """Write the state of a model; return the sizes and hashes of the files of this rank."""
+    from dit.checkpoint.sharded_state import files_of, index_of, local_state
+    from dit.checkpoint.state_files import write_files
+
+    local = local_state(it.shards, ema, it.groups)
+    records = write_files(folder, files_of(local, index_of(local, it.groups), it.optimizer, it.groups))
+    torch.distributed.barrier()
+    return records
+
+
 def save(case: dict[str, Any]) -> dict[str, Any]:
     """Write the state of an untrained model; all slots differ and are computed from the weights, element by element."""
-    from dit.checkpoint.sharded_state import save_state
     from dit.optimizer.master_weights import set_step_count
 
     it = build(case)
@@ -41,7 +52,7 @@ def save(case: dict[str, Any]) -> dict[str, Any]:
     if it.groups.rank == 0:
         Path(case["folder"]).mkdir(parents=True)
     torch.distributed.barrier()
-    save_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.groups)
+    save_state(Path(case["folder"]), it, ema)
     state = state_of(it, ema)
     process_groups.release()
     return state

@@ -27,7 +27,7 @@ from dit.checkpoint.reading import candidates, find_checkpoint, read_settings
 from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
-from dit.checkpoint.verify_together import on_first_rank, reads_together
+from dit.checkpoint.verify_together import fails_together, on_first_rank
 from dit.convert.sliced_weights import SlicedWeights
 from dit.errors import CheckpointError, ConfigError, UserError, first_few
 from dit.hub import PREFIX, pinned
@@ -119,7 +119,7 @@ def find_start(
     """
     folder = on_first_rank(lambda: local_path(path), groups)
     if on_first_rank(lambda: is_network(folder), groups):
-        with reads_together(groups):
+        with fails_together(groups):
             return read_network(folder)
     return CheckpointStart(find_checkpoint(folder, reading, groups, setting, starts=True)[0])
 
@@ -209,7 +209,7 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
             )
         frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
         shapes = global_shapes(frozen, groups)
-        with reads_together(groups):
+        with fails_together(groups):
             weights = start.weights(config.model, shapes)
             check_settings(start, config)
             log_start(weights, groups)

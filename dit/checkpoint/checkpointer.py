@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 import torch
 import yaml
+from torch import Tensor
 
 from dit.backends.process_groups import gather_objects
 from dit.checkpoint.manifest import (
@@ -23,7 +24,6 @@ from dit.checkpoint.manifest import (
     Manifest,
     check_same_base,
     check_same_model,
-    hash_file,
     model_fingerprint,
     read_manifest,
     stored_shapes,
@@ -32,10 +32,18 @@ from dit.checkpoint.reading import find_checkpoint
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
 from dit.checkpoint.resume_check import changes, check_same_experiment, replaced_data
 from dit.checkpoint.run_identity import join_run
-from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
+from dit.checkpoint.sharded_state import (
+    files_of,
+    global_shapes,
+    index_of,
+    load_state,
+    local_state,
+    parameters_of,
+)
+from dit.checkpoint.state_files import write_files
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import TrainState
-from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
+from dit.checkpoint.verify_together import fails_together, newest_valid_together, on_first_rank
 from dit.data_api import check_resumed_streams, merge_states
 from dit.errors import CheckpointError, ConfigError, DataError, on_a_screen
 from dit.run_config import RunConfig
@@ -43,6 +51,8 @@ from dit.safe_files import read_torch
 
 logger = logging.getLogger(__name__)
 
+WRITE = "write its part of the checkpoint"
+"""Task of a rank in `fails_together`."""
 LONGEST_CHANGE = 300  # characters of a logged change
 
 
@@ -59,6 +69,7 @@ class Checkpointer:
         self.resumed_metadata: dict[str, Any] = {}
         self._fingerprint: Optional[dict[str, Any]] = None
         self._config_text: Optional[str] = None
+        self._index: Optional[str] = None
 
     def save(self, state: TrainState, metadata: dict[str, Any]) -> Path:
         """Write a checkpoint of `state.step`, with plain JSON metadata for sampling, and make it current.
@@ -68,19 +79,14 @@ class Checkpointer:
         """
         groups, step = state.groups, state.step
         records: dict[str, FileRecord] = {}
-        meta = self.meta(state)
-        with fails_together():
+        meta, files = self.meta(state), self.files(state, metadata)
+        with fails_together(groups, WRITE):
             if groups.rank == 0:
                 self.store.begin(step)
-        with fails_together(), self.store.writing(step):
-            folder = self.store.partial_path(step)
-            records |= save_state(folder, state.shards, state.ema, state.optimizer, groups)
-            for name, content in self.small_files(state, metadata).items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                (folder / name).write_bytes(content)
-                records[name] = hash_file(folder / name, flush=True)
+        with fails_together(groups, WRITE), self.store.writing(step):
+            records = write_files(self.store.partial_path(step), files)
         parts = gather_objects(records)
-        with fails_together():
+        with fails_together(groups, WRITE):
             if groups.rank == 0:
                 self.store.publish(step, meta, {name: record for part in parts for name, record in part.items()})
         return self.store.path(step)
@@ -99,18 +105,24 @@ class Checkpointer:
             **({} if state.base is None else {BASE: state.base}),
         }
 
-    def small_files(self, state: TrainState, metadata: dict[str, Any]) -> dict[str, bytes]:
-        """Return the files of this rank without tensors: its position in the data; on rank 0, settings and metadata."""
-        files = {}
-        if state.groups.is_data_reader:
+    def files(self, state: TrainState, metadata: dict[str, Any]) -> dict[str, list[bytes | Tensor]]:
+        """Return the content of this rank's files: state and position in the data; on rank 0, also the records."""
+        groups, local = state.groups, local_state(state.shards, state.ema, state.groups)
+        if self._index is None:  # the layout of a run does not change
+            index = ""
+            with fails_together(groups, WRITE):
+                index = index_of(local, groups)
+            self._index = index  # set on all ranks or on none; if on none, the next save gathers again
+        files = files_of(local, self._index, state.optimizer, groups)
+        if groups.is_data_reader:
             position = io.BytesIO()  # torch's file writer hides disk errors
             torch.save(state.stream.state_dict(), position)
-            files[f"loader/dp_{state.groups.dp_rank:05d}.pt"] = position.getvalue()
-        if state.groups.rank == 0:
+            files[f"loader/dp_{groups.dp_rank:05d}.pt"] = [position.getvalue()]
+        if groups.rank == 0:
             if self._config_text is None:  # takes as long as copying the state of a small model
                 self._config_text = yaml.safe_dump(self.config.to_record(), sort_keys=False)
-            files[CONFIG_FILE] = self._config_text.encode()
-            files[METADATA_FILE] = json.dumps(metadata, indent=1).encode()
+            files[CONFIG_FILE] = [self._config_text.encode()]
+            files[METADATA_FILE] = [json.dumps(metadata, indent=1).encode()]
         return files
 
     def resume(self, state: TrainState, mode: str) -> bool:

@@ -21,14 +21,14 @@ from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.checkpoint.added_inputs import with_added_inputs
 from dit.checkpoint.manifest import hash_file
 from dit.checkpoint.state_files import Weights
-from dit.checkpoint.verify_together import reads_together
+from dit.checkpoint.verify_together import fails_together
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
 from dit.convert.diffusers_pipeline import pipeline_class, spacing_notes
 from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
 from dit.convert.rules import RuleBook
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights, StoredTensors
-from dit.convert.state_files import CONFIG, STEM, VARIANT, VARIANT_INDEX, read_json
+from dit.convert.state_files import CONFIG, STEM, VARIANT, read_json
 from dit.errors import ConfigError, first_few
 from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig
@@ -38,13 +38,13 @@ from dit.parallel.build import parameter_shapes
 from dit.pipeline_folder import PIPELINE_INDEX, with_folders_of
 from dit.safe_files import parse_json
 
-WEIGHTS = (f"{STEM}.safetensors", f"{STEM}-*-of-*.safetensors", f"{STEM}.safetensors.index.json")
+WEIGHTS = (f"{STEM}.safetensors", f"{STEM}-*-of-*.safetensors")
 DOWNLOADED = (
     *(PIPELINE_INDEX, CONFIG, f"*/{CONFIG}", "scheduler/*.json", *WEIGHTS),
     *(f"{part}/{name}" for part in PARTS for name in WEIGHTS),
 )
 """Files of a repository on the hub that a run starts from."""
-VARIANTS = tuple(f"{part}{name}" for part in ("", *(f"{part}/" for part in PARTS)) for name in (VARIANT, VARIANT_INDEX))
+VARIANTS = (VARIANT, *(f"{part}/{VARIANT}" for part in PARTS))
 """Files that are also downloaded if the repository has no other weights."""
 NOT_SIZES = ("lora", "class_dropout", "context_dropout", "null_text")
 """Settings that change neither shape nor order of the stored weights."""
@@ -76,9 +76,9 @@ class Network:
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
         """Return a digest of settings and weights, whose files the ranks share, see `CheckpointStart.digest`."""
-        with reads_together(groups):
+        with fails_together(groups):
             files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
-        with reads_together(groups):  # hashing takes long, so all files must exist first
+        with fails_together(groups):  # hashing takes long, so all files must exist first
             share = files if groups is None else files[groups.rank :: groups.world_size]
             local = {path.name: hash_file(path.resolve()).sha256 for path in share}
         parts = [local] if groups is None else gather_objects(local)

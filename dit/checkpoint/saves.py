@@ -23,13 +23,12 @@ from typing import Any, Optional, Protocol
 
 import torch.distributed as dist
 
-from dit.backends.process_groups import any_rank, any_rank_each, gather_on_first
+from dit.backends.process_groups import any_rank, any_rank_each
 from dit.checkpoint.background.copies import Copies
 from dit.checkpoint.background.remote import Owner
-from dit.checkpoint.background.writer import ORPHAN_S, Pieces, WriterProcess
+from dit.checkpoint.background.writer import ORPHAN_S, WriterProcess
 from dit.checkpoint.checkpointer import Checkpointer, held_out_meta
-from dit.checkpoint.sharded_state import LocalState, contents_of, fails_together, local_state, scalars_of
-from dit.checkpoint.state_files import INDEX, file_of_rank, head_of, index_text, tensors_text
+from dit.checkpoint.sharded_state import local_state
 from dit.checkpoint.train_state import TrainState
 from dit.errors import CheckpointError, SaveError
 
@@ -95,7 +94,6 @@ class Saves:
         self.copies: Optional[Copies] = None
         self._longest_s = _assumed_s(state)
         self._error, self._count = "", 0
-        self._tensors: Optional[str] = None
         if self.config.async_save:
             name = [uuid.uuid4().hex if self.groups.rank == 0 else ""]
             dist.broadcast_object_list(name)
@@ -131,8 +129,11 @@ class Saves:
             self.pending = Pending(state.step, began, held_out)
             if not self.writer.is_alive:
                 self.writer.restart()
+            self._count += 1
             try:
-                self._order(state, metadata)
+                meta, files = self.checkpointer.meta(state), self.checkpointer.files(state, metadata)
+                only_first = meta if self.groups.rank == 0 else None
+                self.writer.save(state.step, f"{self._attempt}.{self._count}", files, only_first)
             except CheckpointError as error:  # agreed on by `poll`
                 self.pending.error = str(error)
             return
@@ -224,23 +225,6 @@ class Saves:
 
     def _newest(self) -> Optional[int]:
         return max(self.store.steps(), default=None)
-
-    def _order(self, state: TrainState, metadata: dict[str, Any]) -> None:
-        assert self.writer is not None
-        local, is_first = local_state(state.shards, state.ema, self.groups), self.groups.rank == 0
-        if self._tensors is None:  # the layout of a run does not change
-            parts, text = gather_on_first(LocalState(local.parts, [])), ""
-            with fails_together():
-                text = "" if parts is None else tensors_text(*contents_of(parts))
-            self._tensors = text  # set on all ranks or on none; if on none, the next save gathers again
-        meta, scalars = self.checkpointer.meta(state), scalars_of(state.optimizer)
-        head, _ = head_of(local.boxes)
-        files: dict[str, Pieces] = {file_of_rank(self.groups.rank): [head, *local.values]}
-        files |= {name: [content] for name, content in self.checkpointer.small_files(state, metadata).items()}
-        if is_first:
-            files[INDEX] = [index_text(self._tensors, scalars).encode()]
-        self._count += 1
-        self.writer.save(state.step, f"{self._attempt}.{self._count}", files, meta if is_first else None)
 
     def _read_replies(self, pending: Pending, writer: WriterProcess) -> None:
         try:

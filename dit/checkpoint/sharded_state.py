@@ -15,7 +15,6 @@ with copies of a range write equal shares of it. An example:
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -26,12 +25,10 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device, synchronize
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.backends.process_groups import ProcessGroups, gather_objects, gather_on_first, raise_together
+from dit.backends.process_groups import ProcessGroups, gather_objects, gather_on_first
 from dit.backends.sharding import sharding_of
 from dit.boxes import Box, Part
-from dit.checkpoint.manifest import FileRecord
-from dit.checkpoint.state_files import StateReader, Weights, file_of_rank, write_boxes, write_index
-from dit.errors import CheckpointError
+from dit.checkpoint.state_files import INDEX, StateReader, Weights, file_of_rank, head_of, index_text, tensors_text
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import (
     MasterShard,
@@ -81,20 +78,6 @@ def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[s
     return values
 
 
-@contextmanager
-def fails_together() -> Iterator[None]:
-    """Run writing code; if it fails on one rank, raise on all ranks, on the failed one its own error.
-
-    Every rank enters this context. Errors of other types are raised immediately, only on their rank.
-    """
-    failure: Optional[Exception] = None
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        failure = error
-    raise_together(failure, CheckpointError("another rank could not write its part of the checkpoint; see its error"))
-
-
 @dataclass(frozen=True)
 class LocalState:
     """State that one rank writes.
@@ -130,14 +113,15 @@ def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: Proce
     return local
 
 
-def contents_of(
-    parts: Sequence[LocalState],
-) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, list[Box]]]]:
-    """Return the shape of every tensor by name, and the boxes in the file of each rank."""
+def index_of(local: LocalState, groups: ProcessGroups) -> str:
+    """Return the tensors of the index on rank 0, see `tensors_text`, and an empty text on the others."""
+    parts = gather_on_first(LocalState(local.parts, []))
+    if parts is None:
+        return ""
     shapes = {
-        f"{slot}.{name}": shape for local in parts for name, (shape, _, slots) in local.parts.items() for slot in slots
+        f"{slot}.{name}": shape for part in parts for name, (shape, _, slots) in part.parts.items() for slot in slots
     }
-    return shapes, {file_of_rank(rank): local.boxes for rank, local in enumerate(parts)}
+    return tensors_text(shapes, {file_of_rank(rank): part.boxes for rank, part in enumerate(parts)})
 
 
 def scalars_of(optimizer: MegatronOptimizer) -> dict[str, float]:
@@ -147,23 +131,13 @@ def scalars_of(optimizer: MegatronOptimizer) -> dict[str, float]:
     return {ADAM_STEP: count.item(), **({} if scale is None else scale.scalars())}
 
 
-def save_state(
-    directory: Path,
-    shards: Sequence[MasterShard],
-    ema: Optional[EMA],
-    optimizer: MegatronOptimizer,
-    groups: ProcessGroups,
-) -> dict[str, FileRecord]:
-    """Write this rank's part of weights, average and optimizer state; return the record of its file by name."""
-    local, file = local_state(shards, ema, groups), file_of_rank(groups.rank)
-    record: dict[str, FileRecord] = {}
-    with fails_together():
-        record = {file: write_boxes(directory / file, local.boxes, local.values)}
-    parts, scalars = gather_on_first(LocalState(local.parts, [])), scalars_of(optimizer)
-    with fails_together():
-        if parts is not None:
-            write_index(directory, *contents_of(parts), scalars)
-    return record
+def files_of(
+    local: LocalState, index: str, optimizer: MegatronOptimizer, groups: ProcessGroups
+) -> dict[str, list[bytes | Tensor]]:
+    """Return the content of the files with the state of this rank; `index` is the result of `index_of`."""
+    files: dict[str, list[bytes | Tensor]] = {file_of_rank(groups.rank): [head_of(local.boxes), *local.values]}
+    scalars = scalars_of(optimizer)
+    return files if groups.rank else {**files, INDEX: [index_text(index, scalars).encode()]}
 
 
 @torch.no_grad()
@@ -175,7 +149,7 @@ def load_state(
     wrapped: Sequence[Any],
     groups: ProcessGroups,
 ) -> None:
-    """Read the state that `save_state` wrote on any layout into master weights, averages, optimizer and model."""
+    """Read the state that any layout wrote into master weights, averages, optimizer and model."""
     reader = StateReader(directory)
     for i, shard in enumerate(shards):
         shard.ensure_state()

@@ -10,8 +10,8 @@ safetensors reader can read the files.
 
 import json
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dit.boxes import Box
 from dit.checkpoint.manifest import CURE, FileRecord, write_hashed
-from dit.durable_files import write_atomic
 from dit.errors import CheckpointError
 from dit.safe_files import open_safetensors, read_json, valid_entries
 
@@ -29,11 +28,12 @@ INDEX = "state.json"
 FORMAT = 2
 STAGING_BYTES = 64 << 20  # copied from a device to the host at once
 LONGEST_INDEX = 1 << 30  # bytes; a box takes about 100
-MOST_PAIRS = 1 << 21  # pairs of boxes of one tensor to compare; this many take seconds
 ITEM_BYTES = 4  # all state is float32
 
 Boxes = Mapping[str, Sequence[Box]]
 """The boxes of each tensor by its name."""
+Pieces = Iterable[bytes | Tensor]
+"""The content of a file: bytes and float32 tensors, one after the other."""
 
 
 def checkpoint_bytes(parameters: int, *, averages: int) -> int:
@@ -50,22 +50,30 @@ def _key(name: str, box: Box) -> str:
     return f"{name}@{','.join(map(str, box.offsets))}"
 
 
-def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecord:
-    """Write a safetensors file of float32 boxes, flushed to the disk; return its size and SHA-256.
+def write_files(folder: Path, files: Mapping[str, Pieces]) -> dict[str, FileRecord]:
+    """Write new files, flushed to the disk; return the size and SHA-256 of each.
 
-    Args:
-        values: the tensor of each box in the same order, contiguous, on any device. They are read one by one, so an
-            iterator may compute them; device tensors are copied to the host in pieces of `STAGING_BYTES`.
+    Tensors are contiguous, on any device, and are read one by one, so an iterator may compute them; those of a device
+    are copied to the host in pieces of `STAGING_BYTES`.
     """
-    head, end = head_of(boxes)
-    record = write_hashed(path, _pieces(head, values))
-    if record.size_bytes != len(head) + end:
-        raise ValueError(f"{path.name}: {record.size_bytes} bytes of values for boxes of {len(head) + end} bytes")
-    return record
+    records = {}
+    for name, pieces in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        records[name] = write_hashed(folder / name, _views(pieces))
+    return records
 
 
-def head_of(boxes: Boxes) -> tuple[bytes, int]:
-    """Return the header of a safetensors file of float32 boxes, and the number of bytes of the values."""
+def _views(pieces: Pieces) -> Iterator[memoryview]:
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            yield memoryview(piece)
+        else:
+            for part in piece.detach().view(-1).split(STAGING_BYTES // ITEM_BYTES):
+                yield memoryview(part.cpu().numpy()).cast("B")
+
+
+def head_of(boxes: Boxes) -> bytes:
+    """Return the header of a safetensors file of float32 boxes."""
     header: dict[str, Any] = {}
     end = 0
     for name, parts in boxes.items():
@@ -74,27 +82,11 @@ def head_of(boxes: Boxes) -> tuple[bytes, int]:
             header[_key(name, box)] = {"dtype": "F32", "shape": list(box.sizes), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, end
-
-
-def _pieces(head: bytes, values: Iterable[Tensor]) -> Iterable[memoryview]:
-    yield memoryview(head)
-    for value in values:
-        assert value.dtype == torch.float32
-        flat = value.detach().view(-1)
-        for piece in flat.split(STAGING_BYTES // ITEM_BYTES):
-            yield memoryview(piece.cpu().numpy()).cast("B")
-
-
-def write_index(
-    folder: Path, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes], scalars: Mapping[str, float]
-) -> None:
-    """Write the index of a finished state."""
-    write_atomic(folder / INDEX, index_text(tensors_text(shapes, parts), scalars))
+    return len(text).to_bytes(8, "little") + text
 
 
 def tensors_text(shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes]) -> str:
-    """Return the JSON of an index's tensors, which is the same for every step of a layout; see `write_index`."""
+    """Return the JSON of an index's tensors, which is the same for every step of a layout."""
     entries: dict[str, list[Any]] = {name: [] for name in shapes}
     for file, boxes in parts.items():
         for name, tensor_boxes in boxes.items():
@@ -112,11 +104,11 @@ def index_text(tensors: str, scalars: Mapping[str, float]) -> str:
 
 
 def write_full_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
-    """Write full tensors, one by one, as the state of a single process; return the record of the file by its name."""
+    """Write full tensors, one by one, as the state of a single process; return the records of the files by name."""
     file, boxes = file_of_rank(0), {name: [Box.of(tensor.shape)] for name, tensor in tensors.items()}
-    record = write_boxes(folder / file, boxes, (tensor.float().contiguous() for tensor in tensors.values()))
-    write_index(folder, {name: tensor.shape for name, tensor in tensors.items()}, {file: boxes}, {})
-    return {file: record}
+    values = (tensor.float().contiguous() for tensor in tensors.values())
+    index = tensors_text({name: tensor.shape for name, tensor in tensors.items()}, {file: boxes})
+    return write_files(folder, {file: chain([head_of(boxes)], values), INDEX: [index_text(index, {}).encode()]})
 
 
 def _finite(value: object) -> float:
@@ -132,28 +124,28 @@ def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> No
     for box in boxes:
         if len(box.sizes) != len(shape) or min(box.sizes, default=1) < 1 or box.overlap(full) != box:
             raise CheckpointError(f"{name} of shape {list(shape)} has a box outside of it: {box}; {CURE}")
-    scalars = boxes, [len(boxes)] * len(boxes)  # all boxes of a tensor without dimensions are the same
-    ordered, ends = min((_sweep(boxes, dim) for dim in range(len(shape))), key=_num_pairs, default=scalars)
-    if _num_pairs((ordered, ends)) > MOST_PAIRS:
-        raise CheckpointError(f"{name} of shape {list(shape)} has {len(boxes)} boxes, too many side by side; {CURE}")
-    for i, box in enumerate(ordered):
-        for j in range(i + 1, ends[i]):
-            if box.overlap(other := ordered[j]):
-                raise CheckpointError(f"{name} of shape {list(shape)} is partly stored twice: {box}, {other}; {CURE}")
-    stored = sum(box.numel for box in boxes)
-    if stored != math.prod(shape):
+    if (stored := sum(box.numel for box in boxes)) < math.prod(shape):
         raise CheckpointError(f"{name} has {math.prod(shape)} elements, {stored} of them are stored; {CURE}")
+    if _corners(boxes) != _corners([full]):
+        raise CheckpointError(f"{name} of shape {list(shape)} is partly stored twice ({stored} elements); {CURE}")
 
 
-def _sweep(boxes: Sequence[Box], dim: int) -> tuple[Sequence[Box], list[int]]:
-    """Sort boxes along a dimension; also return, for each box, the index of the first box that begins after it."""
-    ordered = sorted(boxes, key=lambda box: box.offsets[dim])
-    starts = [box.offsets[dim] for box in ordered]
-    return ordered, [bisect_left(starts, box.offsets[dim] + box.sizes[dim]) for box in ordered]
+def _corners(boxes: Sequence[Box]) -> dict[tuple[int, ...], int]:
+    """Return the finite differences of the number of boxes at each element, which determine these numbers.
 
+    A box adds 1 or -1 at each corner, -1 at those with an odd number of ends:
 
-def _num_pairs(sweep: tuple[Sequence[Box], list[int]]) -> int:
-    return sum(end - i - 1 for i, end in enumerate(sweep[1]))
+        1 . . -1        a box of two rows and three columns
+        .  .  .
+       -1 . .  1
+    """
+    corners: dict[tuple[int, ...], int] = {}
+    for box in boxes:
+        signed = [((start, 1), (start + size, -1)) for start, size in zip(box.offsets, box.sizes)]
+        for ends in product(*signed):
+            corner = tuple(index for index, _ in ends)
+            corners[corner] = corners.get(corner, 0) + math.prod(sign for _, sign in ends)
+    return {corner: count for corner, count in corners.items() if count}
 
 
 class StateReader:

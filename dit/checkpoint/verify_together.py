@@ -44,8 +44,11 @@ def on_first_rank(read: Callable[[], T], groups: Optional[ProcessGroups]) -> T:
 
 
 @contextmanager
-def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
-    """Run reading code on every rank; if it fails on one rank, raise on all ranks, on the failed one its own error."""
+def fails_together(groups: Optional[ProcessGroups], part: str = "read its part of the weights") -> Iterator[None]:
+    """Run code on every rank; if it fails on one rank, raise on all ranks, on the failed one its own error.
+
+    Errors other than `UserError` and of files are raised immediately, only on their rank. `part` is the task of a rank.
+    """
     failure: Optional[Exception] = None
     try:
         yield
@@ -54,7 +57,7 @@ def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
     except UserError as error:
         failure = error
     if groups is not None:
-        raise_together(failure, CheckpointError("another rank could not read its part of the weights; see its error"))
+        raise_together(failure, CheckpointError(f"another rank could not {part}; see its error"))
     elif failure is not None:
         raise failure
 

@@ -9,7 +9,7 @@ from dit.auxiliary import DISCRIMINATOR, PREFIXES
 from dit.checkpoint.base_model import check_settings, find_start, log_start
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.train_state import TrainState
-from dit.checkpoint.verify_together import reads_together
+from dit.checkpoint.verify_together import fails_together
 from dit.optimizer.master_weights import copy_masters_to_model
 from dit.run_config import RunConfig
 
@@ -37,7 +37,7 @@ def start_from(config: RunConfig, state: TrainState) -> None:
             return
         shards = [shard for shard in state.shards if not shard.name.startswith(PREFIXES)]
         shapes = global_shapes(parameters_of(shards), groups)
-        with reads_together(groups):
+        with fails_together(groups):
             weights = start.weights(config.model, shapes, adapters=adapters)
             check_settings(start, config)
             log_start(weights, groups)

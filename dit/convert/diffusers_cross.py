@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches, square_side
 from dit.convert.original_dit import position_table, trained_objective
-from dit.convert.rules import POINTWISE, Axes, ByHead, Form, Same
+from dit.convert.rules import POINTWISE, SAME, Axes, ByHead, Form
 from dit.errors import ConfigError
 from dit.models.sana.config import SanaConfig
 from dit.models.stdit.config import STDiTConfig
@@ -234,7 +234,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
             **super().forms(model),
             "embed.linear.weight": patches("d c pt ph pw -> d (ph pw pt c)", model),
             "layers.#.attention.(q|k)_layernorm": Axes("(n half two) -> (n two half)", sizes),
-            "layers.#.cross_attention.(q|k)_layernorm": Same(),
+            "layers.#.cross_attention.(q|k)_layernorm": SAME,
             "(layers.#.modulation|head).table": Axes("one k d -> (one k) d", {"one": 1}),
             "head.linear": patches("(pt ph pw c) ... -> (ph pw pt c) ...", model),
         }

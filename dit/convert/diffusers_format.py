@@ -12,7 +12,6 @@ from typing import Any, Generic, Optional, TypeVar
 
 from torch import Tensor
 
-from dit.convert import DIFFUSERS
 from dit.convert.rules import (
     ONLY_SUPPORTED,
     TURNED_HEAD,
@@ -35,6 +34,8 @@ from dit.safe_files import read_yaml, valid_entries
 
 VERSION = "0.38.0"
 """The release of diffusers that tests compare exports with."""
+MODULES = ("autoencoder", "cross", "dit", "flux", "hunyuan_video", "prx", "sandwich", "sd3", "unet")
+"""The modules `dit.convert.diffusers_NAME`, with the `DiffusersFormat` of each supported diffusers class."""
 ARGUMENTS = Path(__file__).with_name("diffusers_arguments.yaml")
 
 USUAL = {
@@ -352,9 +353,11 @@ def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:
 
 
 def formats() -> list[DiffusersFormat[ModelConfig]]:
-    """Return every format in the registry."""
-    paths = [path.split(":") for path in DIFFUSERS.values()]
-    return [getattr(importlib.import_module(module), name)() for module, name in paths]
+    """Return the format of every supported class, by its name."""
+    modules = [importlib.import_module(f"dit.convert.diffusers_{name}") for name in MODULES]
+    kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
+    named = [kind for kind in kinds if issubclass(kind, DiffusersFormat) and "class_name" in vars(kind)]
+    return sorted((kind() for kind in named), key=lambda form: form.class_name)
 
 
 def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConfig]:
@@ -362,7 +365,8 @@ def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConf
     if form := next((form for form in formats() if form.reads(settings)), None):
         return form
     raise ConfigError(
-        f"_class_name={settings.get('_class_name')!r} is not supported; supported classes are {', '.join(DIFFUSERS)}"
+        f"_class_name={settings.get('_class_name')!r} is not supported; supported classes are "
+        + ", ".join(form.class_name for form in formats())
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from dit.convert.diffusers_format import LatentSize
 from dit.convert.diffusers_streams import LATENT_SIZE, PATCH, DiffusersStreams, Model
-from dit.convert.rules import Axes, ByHead, Form, Negated, Same
+from dit.convert.rules import SAME, Axes, ByHead, Form, Negated
 from dit.models.streams.families import Lumina2Config, ZImageConfig
 
 OURS, THEIRS = "(layers.#.image|layers.#.text|single.#)", "(noise_refiner.#|context_refiner.#|layers.#)"
@@ -26,7 +26,7 @@ class DiffusersSandwich(DiffusersStreams[Model]):
     def forms(self, model: Model) -> Mapping[str, Form]:
         return {
             **super().forms(model),
-            "head.modulation": Same(),
+            "head.modulation": SAME,
             "head.linear": Negated(),
             f"{OURS}.mlp.linear_fc1": ByHead(1, (model.ffn_size,) * 2, alternate=True),
         }

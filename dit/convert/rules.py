@@ -45,17 +45,6 @@ class Form(ABC):
 
 
 @dataclass(frozen=True)
-class Same(Form):
-    """One external tensor, equal to the parameter."""
-
-    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0]
-
-    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
-        return (parameter,)
-
-
-@dataclass(frozen=True)
 class Copies(Form):
     """`count` external copies of one parameter; copies that differ cannot be imported."""
 
@@ -130,6 +119,8 @@ class ByHead(Form):
         return (torch.cat(parts, self.dim),) if self.fused else parts
 
 
+SAME = Axes("... -> ...")
+"""One external tensor, equal to the parameter."""
 POINTWISE = Axes("d ... 1 1 -> d ...")
 """A linear layer that is an external 1 x 1 convolution."""
 TURNED_HEAD = Axes("(half two) -> (two half)", {"two": 2})
@@ -165,7 +156,7 @@ class Rule:
 
     name: str
     external_names: tuple[str, ...]
-    form: Form = field(default_factory=Same)
+    form: Form = SAME
 
 
 def expanded(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -229,7 +220,7 @@ def layer_rules(
         if layer in external:
             ending = pattern.removeprefix(layer)
             keys = (parameter.removesuffix(ending), pattern, layer)
-            form = next((form_of[key] for key in keys if key in form_of), Same())
+            form = next((form_of[key] for key in keys if key in form_of), SAME)
             numbers = range(form.count) if isinstance(form, Copies) else [number]
             theirs = (name.replace("#", str(i)) + ending for i in numbers for name in external[layer])
             rules.append(Rule(parameter, tuple(theirs), form))

@@ -201,11 +201,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def state_at_start(arguments: Sequence[str], folder: Path) -> None:
     """Build a run as `pretrain` does, and save its state before the first step to a folder."""
+    from benchmarks.parallel_checkpoints import save_state
     from dit.backends import process_groups
-    from dit.checkpoint.sharded_state import save_state
 
     run = open_run(arguments)
     folder.mkdir(parents=True, exist_ok=True)
-    save_state(folder, run.state.shards, run.state.ema, run.state.optimizer, run.groups)
+    save_state(folder, run.state, run.state.ema)
     run.close()
     process_groups.destroy()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.parallel_checkpoints import load, save
+from benchmarks.parallel_checkpoints import load, save, save_state
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.checkpoint.verify_together import on_first_rank
@@ -18,7 +18,7 @@ from tests.support.reference import LiveBytes
 
 def cost(case: dict) -> dict:
     """Save and load the training state and count the bytes allocated and written by each rank."""
-    from dit.checkpoint.sharded_state import load_state, save_state
+    from dit.checkpoint.sharded_state import load_state
     from dit.optimizer.ema import EMA
 
     it = build(case)
@@ -30,7 +30,7 @@ def cost(case: dict) -> dict:
         folder.mkdir(parents=True)
     dist.barrier()
     with LiveBytes() as saving:
-        records = save_state(folder, it.shards, ema, it.optimizer, it.groups)
+        records = save_state(folder, it, ema)
     with LiveBytes() as loading:
         load_state(folder, it.shards, ema, it.optimizer, it.wrapped, it.groups)
     mine = {

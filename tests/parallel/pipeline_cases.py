@@ -89,7 +89,7 @@ def predict(case: dict) -> dict:
 
 def save_adapters(case: dict) -> dict:
     """Train adapters, write a checkpoint into `folder`, and return the scalars in it."""
-    from dit.checkpoint.sharded_state import save_state
+    from benchmarks.parallel_checkpoints import save_state
     from dit.checkpoint.state_files import StateReader
 
     scalars: dict = {}
@@ -97,7 +97,7 @@ def save_adapters(case: dict) -> dict:
     def then(it: Built) -> None:
         folder = Path(case["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        save_state(folder, it.shards, it.ema, it.optimizer, it.groups)
+        save_state(folder, it, it.ema)
         torch.distributed.barrier()
         scalars.update(StateReader(folder).scalars)
 

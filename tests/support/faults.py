@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dit.checkpoint import sharded_state
+from benchmarks.parallel_checkpoints import save_state
+from dit.checkpoint import state_files
 from dit.checkpoint.checkpointer import Checkpointer
-from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree
+from dit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, hash_tree
 from dit.checkpoint.store import CheckpointStore
 from dit.config_record import TRUST_VARIABLE
 from dit.monitoring import run_lock
@@ -63,8 +64,14 @@ def saving_fails(limit: int, rank: int) -> Iterator[None]:
 @contextlib.contextmanager
 def index_refused() -> Iterator[None]:
     """Raise a disk-full error when rank 0 writes the index of the checkpoint."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
-    with mock.patch.object(sharded_state, "write_index", side_effect=full):
+    original = state_files.write_hashed
+
+    def write(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
+        if path.name == state_files.INDEX:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
+        return original(path, pieces)
+
+    with mock.patch.object(state_files, "write_hashed", write):
         yield
 
 
@@ -299,7 +306,7 @@ def resaved(folder: Path) -> Iterator[None]:
         is_resumed = original(self, state, mode)
         assert is_resumed
         folder.mkdir(exist_ok=True)
-        sharded_state.save_state(folder, state.shards, state.ema, state.optimizer, state.groups)
+        save_state(folder, state, state.ema)
         return is_resumed
 
     with mock.patch.object(Checkpointer, "resume", resume):

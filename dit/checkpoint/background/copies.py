@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dit.checkpoint.background.process import BackgroundProcess, connection_and_settings, serve
-from dit.checkpoint.background.remote import Copy, Owner, RemoteStore, copy_all
+from dit.checkpoint.background.remote import Owner, RemoteStore, copy_all
+from dit.checkpoint.manifest import Manifest
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
@@ -90,15 +91,15 @@ class Copies:
                 self.report_failure(step, error=self.error)
 
 
-def copy(root: str, config: CheckpointConfig, owner: Owner, recent_copies: dict[int, Copy]) -> int:
+def copy(root: str, config: CheckpointConfig, owner: Owner, recent: dict[int, Manifest]) -> int:
     """Copy all complete checkpoints, with retries; return the number of copied bytes.
 
-    `recent_copies`: see `RemoteStore`.
+    `recent`: see `RemoteStore`.
     """
     assert config.copy_to is not None
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            remote = RemoteStore(config.copy_to, recent_copies)
+            remote = RemoteStore(config.copy_to, recent)
             remote.claim(owner)
             return copy_all(CheckpointStore(root, config), remote)
         except CheckpointError:
@@ -109,12 +110,12 @@ def copy(root: str, config: CheckpointConfig, owner: Owner, recent_copies: dict[
 
 
 def execute(
-    order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner, recent_copies: dict[int, Copy]
+    order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner, recent: dict[int, Manifest]
 ) -> dict[str, Any]:
     """Execute a request, and return the reply: step, bytes, seconds, and the error or None."""
     began, size, error = time.monotonic(), 0, None
     try:
-        size = copy(root, config, owner, recent_copies)
+        size = copy(root, config, owner, recent)
     except Exception as failure:  # the training process logs it and continues
         error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
     return {"step": order["step"], "bytes": size, "error": error, "seconds": time.monotonic() - began}
@@ -132,7 +133,7 @@ def main() -> None:
     """Execute requests until the training process closes the connection or exits."""
     connection, settings = connection_and_settings()
     threading.Thread(target=end_with, args=(connection,), daemon=True).start()
-    serve(connection, partial(execute, recent_copies={}, **settings))
+    serve(connection, partial(execute, recent={}, **settings))
 
 
 if __name__ == "__main__":

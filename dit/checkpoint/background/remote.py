@@ -13,7 +13,6 @@ AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and similar variables. This module does not 
 """
 
 import errno
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -53,28 +52,16 @@ class Owner:
         return f"run {self.run} in training.run_dir={self.settings['training']['run_dir']}"
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A complete copy; `digest` is the SHA-256 of its manifest."""
-
-    digest: str
-    held_out_loss: Optional[float]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "Copy":
-        return cls(hashlib.sha256(manifest.to_text().encode()).hexdigest(), manifest.held_out_loss)
-
-
 class RemoteStore:
     """The copies of one run. Only one process at a time may write; any process may read.
 
     Methods raise `CheckpointError` if the store cannot be read or written.
 
     Args:
-        recent_copies: copies that this process has read or written, by step; their manifests are not read again.
+        recent: manifests of copies that this process has read or written, by step; they are not read again.
     """
 
-    def __init__(self, address: str, recent_copies: Optional[dict[int, Copy]] = None) -> None:
+    def __init__(self, address: str, recent: Optional[dict[int, Manifest]] = None) -> None:
         import fsspec  # imported here because few runs need it
 
         options: dict[str, Any] = {"skip_instance_cache": True}
@@ -90,7 +77,7 @@ class RemoteStore:
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{address} cannot be used: {error}") from error
         self._root = root.rstrip("/")
-        self._recent_copies = {} if recent_copies is None else recent_copies
+        self._recent = {} if recent is None else recent
 
     def owner(self) -> Optional[Owner]:
         """Return the run that the address belongs to; None if the address is empty."""
@@ -151,8 +138,8 @@ class RemoteStore:
             return None
         return manifest if manifest.step == step else None
 
-    def copies(self) -> dict[int, Optional[Copy]]:
-        """Return all copies by step, None for unusable ones.
+    def copies(self) -> dict[int, Optional[Manifest]]:
+        """Return the manifests of all copies by step, None for unusable ones.
 
         This reads only manifests of copies that this process has neither read nor written.
         """
@@ -161,12 +148,12 @@ class RemoteStore:
             folder, _, name = path.partition("/")
             if name and (step := step_of_folder(folder)) is not None:
                 objects.setdefault(step, set()).add(name)
-        copies: dict[int, Optional[Copy]] = {}
+        copies: dict[int, Optional[Manifest]] = {}
         for step, names in sorted(objects.items()):
             complete = MANIFEST in names and DAMAGED not in names
-            if complete and step not in self._recent_copies and (manifest := self.manifest(step)) is not None:
-                self._recent_copies[step] = Copy.of(manifest)
-            copies[step] = self._recent_copies.get(step) if complete else None
+            if complete and step not in self._recent and (manifest := self.manifest(step)) is not None:
+                self._recent[step] = manifest
+            copies[step] = self._recent.get(step) if complete else None
         return copies
 
     def _sizes(self, folder: str = "") -> dict[str, int]:
@@ -200,13 +187,13 @@ class RemoteStore:
                 for name, record in manifest.files.items()
                 if existing_files.get(name) != record or sizes.get(name) != record.size_bytes
             )
-            self._recent_copies.pop(manifest.step, None)
+            self._recent.pop(manifest.step, None)
             if existing is not None and changed:
                 self._try(self._files.rm_file, self._path(manifest.step, MANIFEST))
             for name in changed:
                 self._try(self._files.put_file, str(folder / name), self._path(manifest.step, name))
             self._try(self._files.pipe_file, self._path(manifest.step, MANIFEST), text)
-        self._recent_copies[manifest.step] = Copy.of(manifest)
+        self._recent[manifest.step] = manifest
         return sum(manifest.files[name].size_bytes for name in changed) + len(text)
 
     def get(self, manifest: Manifest, folder: Path) -> None:
@@ -281,18 +268,17 @@ def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
     """
     present = remote.copies()
     copies = {step: copy for step, copy in present.items() if copy is not None}
-    local = {step: Copy.of(manifest) for step, manifest in store.complete().items()}
-    changed = {step for step in local if step not in copies or copies[step].digest != local[step].digest}
+    local = store.complete()
+    changed = {step for step in local if copies.get(step) != local[step]}
     losses = {step: copy.held_out_loss for step, copy in {**copies, **local}.items()}
     keep = store.retained(losses) | local.keys()
     cut_off = {step for step in present.keys() - copies.keys() if step < max(local, default=0)}
     unselected = (copies.keys() | cut_off) - keep
     sent = 0
     for step in sorted(changed, reverse=True):
-        existing = remote.manifest(step) if step in copies else None
-        if step in present and existing is None:  # incomplete or damaged
+        if step in present and step not in copies:  # incomplete or damaged
             remote.delete(step)
-        sent += remote.put(store.path(step), existing)
+        sent += remote.put(store.path(step), copies.get(step))
     for step in unselected:
         remote.delete(step)
     return sent

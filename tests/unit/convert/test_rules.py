@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dit.convert import DIFFUSERS
-from dit.convert.diffusers_format import TrainedModel, arguments_of
+from dit.convert.diffusers_format import TrainedModel, arguments_of, formats
 from dit.convert.original_dit import drop_variance
 from dit.convert.rules import (
     POINTWISE,
+    SAME,
     TURNED_HEAD,
     Axes,
     ByHead,
@@ -21,7 +21,6 @@ from dit.convert.rules import (
     Negated,
     Rule,
     RuleBook,
-    Same,
     SwappedHalves,
     layer_rules,
 )
@@ -94,7 +93,7 @@ def test_reordered_rotary_pairs_keep_every_score():
 @pytest.mark.parametrize(
     ("form", "external"),
     [
-        (Same(), [numbered(4, 3)]),
+        (SAME, [numbered(4, 3)]),
         (Copies(2), [numbered(4, 3), numbered(4, 3)]),
         (Axes("d c ph pw -> d (ph pw c)", {"ph": 2, "pw": 2}), [numbered(4, 3, 2, 2)]),
         (SwappedHalves(), [numbered(6, 2)]),
@@ -186,7 +185,7 @@ def test_dropping_the_variance_keeps_the_mean_of_every_position():
     assert others["other"] is rows
 
 
-@pytest.mark.parametrize("name", DIFFUSERS)
+@pytest.mark.parametrize("name", [form.class_name for form in formats()])
 def test_recorded_arguments_match_the_constructors_of_diffusers(name: str) -> None:
     parameters = dict(inspect.signature(getattr(diffusers, name).__init__).parameters)
     del parameters["self"]
