@@ -5,10 +5,13 @@ import signal
 import sys
 
 import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from dit.backends import process_groups
 from dit.backends.process_groups import world_size_from_environment
 from dit.errors import ConfigError
+from dit.parallel.dims import ParallelConfig
 from dit.verify.ranks import FORKS, free_port
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
@@ -95,3 +98,14 @@ def set_environment(environ, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+
+
+def test_destroyed_groups_leave_no_group_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with threads of a group cannot be forked: `Tracer` would abort."""
+    monkeypatch.setenv("DIT_DEVICE", "cpu")
+    threads = set(os.listdir("/proc/self/task"))
+    process_groups.initialize(ParallelConfig())
+    process_groups.destroy()
+    left = [name for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)]
+    assert left == []
+    assert set(os.listdir("/proc/self/task")) <= threads
