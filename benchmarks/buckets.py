@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rows import markdown
 from energon_data.prepare.pictures import Fit
 
 Size = tuple[int, int]
@@ -79,11 +80,6 @@ def measure(count: int) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
-    lines = [
-        "| way | pixels cut off | scaled away | pictures enlarged | left out |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        shares = " | ".join(f"{row[name]:.1%}".replace("%", " %") for name in ("cut", "shrunk", "enlarged", "dropped"))
-        lines.append(f"| {row['way']} | {shares} |")
-    return "\n".join(lines)
+    names = ("cut", "shrunk", "enlarged", "dropped")
+    cells = [[row["way"], *(f"{row[name]:.1%}".replace("%", " %") for name in names)] for row in rows]
+    return markdown(["way", "pixels cut off", "scaled away", "pictures enlarged", "left out"], cells, len(names))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from benchmarks import device_values
-from benchmarks.sweep import read_rows
+from benchmarks.rows import read_rows
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.safe_files import read_bytes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.clock import append, fake_tensors, medians
-from benchmarks.passes import SIZES, Case, PlainBlock, Sizes, layer
+from benchmarks.passes import SIZES, Case, Sizes, layer, plain_block
 from dit.backends import process_groups
 from dit.backends.device import ACCELERATOR, local_device, peak_bytes, use_cuda
 from dit.backends.process_groups import ProcessGroups
@@ -83,19 +83,6 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device=local_device())
 
 
-def plain(sizes: Sizes) -> PlainBlock:
-    """Return the plain block in bf16."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with local_device():
-            block = PlainBlock(sizes, cross=True)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    return block
-
-
 def networks(
     name: str, layout: SequenceLayout, sizes: Sizes, groups: ProcessGroups, *, dry: bool, compiled: bool
 ) -> Iterator[tuple[str, Call]]:
@@ -103,7 +90,10 @@ def networks(
     hidden, _, context = sizes
     if name == "dense":
         cond_SD, text_SKC = random(1, hidden), random(1, TEXT_TOKENS, context)
-        block = plain(sizes)
+        with local_device():
+            block = plain_block(sizes, cross=True)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter, std=0.02)
         yield PLAIN, lambda x_TD: block(x_TD, cond_SD, text_SKC)
         if compiled:
             fast = torch.compile(block)

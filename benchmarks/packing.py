@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import buckets
+from benchmarks.rows import markdown
 from dit.errors import EXIT_OK
 from dit.terminal import echo
 from energon_data.packing import CostLimit, balanced_packs, greedy_knapsack
@@ -135,14 +136,12 @@ def measure(mix: str, buffer: int, buffers: int, ranks: int, attention: int) -> 
 
 def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
     """Return the rows as Markdown."""
-    lines = [
-        f"| mix | way | padding | work, largest / mean of {ranks} ranks | tokens per time |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
+    heads = ["mix", "way", "padding", f"work, largest / mean of {ranks} ranks", "tokens per time"]
+    lines = []
     for row in rows:
         padding = f"{row['padding']:.2%}" if row["padding"] >= 0 else "none"
-        lines.append(f"| {row['mix']} | {row['way']} | {padding} | {row['imbalance']:.2f} | {row['throughput']:.2f} |")
-    return "\n".join(lines)
+        lines.append([row["mix"], row["way"], padding, f"{row['imbalance']:.2f}", f"{row['throughput']:.2f}"])
+    return markdown(heads, lines, 3)
 
 
 def main(argv: list[str] | None = None) -> int:

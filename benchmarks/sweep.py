@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks import prediction
+from benchmarks.rows import markdown, python_command, read_rows
 from benchmarks.step import OK, OUT_OF_MEMORY, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
@@ -34,6 +35,7 @@ from launch import environment, experiment, grid
 if TYPE_CHECKING:
     from launch.experiment import Executor
 
+MODULE = "benchmarks.step"
 ROWS, PAGE, PLOT = "sweep.jsonl", "sweep.md", "sweep.png"
 TIMED_OUT, FAILED = "timed out", "failed"
 ERROR = re.compile(r"\b(?!ChildFailed)\w*error:", re.IGNORECASE)
@@ -102,12 +104,6 @@ def words_of(cell: grid.Cell, args: argparse.Namespace) -> list[str]:
     return ["--factory", cell.recipe, *lengths, *shape, "--out", str(record_file(cell, args)), *cell.overrides]
 
 
-def command_of(words: Sequence[str], ranks: int) -> list[str]:
-    """Return the command of a cell on this machine."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
-    return [sys.executable, "-m", *launcher, "benchmarks.step", *words]
-
-
 def run_here(command: Sequence[str], log: Path, limit: float) -> bool:
     """Run a command in a new session and kill all its processes; return whether it ended within the limit (s)."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -145,14 +141,6 @@ def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
     return {"status": status, "error": errors[-1] if errors else f"no record; see {place}", **where()}
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a sweep; an incomplete last line is ignored."""
-    if not path.exists():
-        return []
-    complete = read_bytes(path).rpartition(b"\n")[0]
-    return [parse_json(line) for line in complete.splitlines()]
-
-
 def line_of(row: dict[str, Any]) -> str:
     """Return a row in a line for the console."""
     keys = [key for key in ("step_ms_p50", "valid_tokens_per_s_per_rank") if row.get(key) is not None]
@@ -180,14 +168,12 @@ def page(rows: Sequence[dict[str, Any]], title: str) -> str:
     ranks = {row["ranks"] for row in rows}
     optional = [*(["ranks"] if len(ranks) > 1 else []), *(["settings"] if any(differing) else [])]
     heads = ["recipe", "layout", *optional, "status"]
-    lines = [
-        f"| {' | '.join([*heads, *(COLUMNS[key][0] for key in columns)])} |",
-        f"| {' | '.join(['---'] * len(heads) + ['---:'] * len(columns))} |",
-    ]
+    lines = []
     for row, words in zip(rows, differing, strict=True):
         names = {**row, "settings": words or "-"}
         cells = [COLUMNS[key][1](row[key]) if row.get(key) is not None else "-" for key in columns]
-        lines.append(f"| {' | '.join([*(str(names[head]) for head in heads), *cells])} |")
+        lines.append([*(str(names[head]) for head in heads), *cells])
+    text = markdown([*heads, *(COLUMNS[key][0] for key in columns)], lines, len(columns))
     refused = [f"* {', '.join(name_of(row))}: {row['error']}" for row in rows if row.get("error")]
     places = sorted({f"{device_of(row)}, torch {row['torch']}, revision {row['revision']}" for row in rows})
     counts = sorted({f"{row['steps']} steps after {row['warmup']}" for row in rows})
@@ -195,7 +181,7 @@ def page(rows: Sequence[dict[str, Any]], title: str) -> str:
         f"Measured on {'; '.join(places)}. Percentiles of {', '.join(counts)}; rates are the mean work of a step per "
     )
     about += f"median time. All rows have {' '.join(shared)}." if shared else "median time."
-    return "\n".join([f"# {title}", "", about, "", *lines, *(["", *refused] if refused else []), ""])
+    return "\n".join([f"# {title}", "", about, "", text, *(["", *refused] if refused else []), ""])
 
 
 def device_of(row: dict[str, Any]) -> str:
@@ -225,7 +211,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def measure_here(args: argparse.Namespace, cells: Sequence[grid.Cell]) -> None:
     """Measure cells one by one in processes of this machine, and append a row after each."""
     for cell in cells:
-        in_time = run_here(command_of(words_of(cell, args), args.ranks), log_file(cell, args), args.limit)
+        in_time = run_here(python_command(MODULE, args.ranks, words_of(cell, args)), log_file(cell, args), args.limit)
         append_row(args, cell, in_time=in_time)
 
 
@@ -235,7 +221,7 @@ def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor
         return
     tasks = {cell.name: words_of(cell, args) for cell in cells}
     places = {"folder": args.folder, "dryrun": args.dryrun}
-    states = experiment.execute(args.name or args.out.name, "benchmarks.step", tasks, executor, **places)
+    states = experiment.execute(args.name or args.out.name, MODULE, tasks, executor, **places)
     for cell in cells:
         if cell.name in states:
             append_row(args, cell)
@@ -314,7 +300,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         measure_there(args, to_measure, executor)
     elif args.dryrun:
         for cell in to_measure:
-            echo(shlex.join(command_of(words_of(cell, args), args.ranks)))
+            echo(shlex.join(python_command(MODULE, args.ranks, words_of(cell, args))))
     else:
         measure_here(args, to_measure)
     if args.dryrun:

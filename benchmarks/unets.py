@@ -7,7 +7,6 @@ of ours with the most similar number of operations. Other packages are compared 
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Optional
 
+from benchmarks.rows import append, markdown
 from benchmarks.step import revision
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
@@ -270,18 +270,15 @@ def measure(arms: Sequence[Arm], pictures: Pictures, rounds: int) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as Markdown."""
-    head = [
-        "| network | parameters | GFLOP per picture | ms per step | pictures per s | GFLOP per s | times as long |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    return "\n".join(
-        head
-        + [
-            f"| {row.name} | {row.parameters:,} | {row.gflop:.2f} | {1e3 * row.seconds:,.0f} "
-            f"| {row.images_per_s:,.2f} | {row.gflop * row.images_per_s:,.0f} | {row.ratio:.2f} |"
-            for row in rows
+    heads = ["network", "parameters", "GFLOP per picture", "ms per step", "pictures per s", "GFLOP per s"]
+    cells = [
+        [
+            *(row.name, f"{row.parameters:,}", f"{row.gflop:.2f}", f"{1e3 * row.seconds:,.0f}"),
+            *(f"{row.images_per_s:,.2f}", f"{row.gflop * row.images_per_s:,.0f}", f"{row.ratio:.2f}"),
         ]
-    )
+        for row in rows
+    ]
+    return markdown([*heads, "times as long"], cells, len(heads))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -315,11 +312,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rows = measure([*imagen_arms(groups), *latent_arms(groups)], random_pictures(args.side, args.batch), args.rounds)
     process_groups.destroy()
     echo(table(rows))
-    if args.out:
-        where = {"device": describe(), "revision": revision(), "torch": torch.__version__}
-        record = where | {"side": args.side, "batch": args.batch, "rows": [asdict(row) for row in rows]}
-        with open(args.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    where = {"device": describe(), "revision": revision(), "torch": torch.__version__}
+    append(args.out, where | {"side": args.side, "batch": args.batch, "rows": [asdict(row) for row in rows]})
     return EXIT_OK
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Optional
 
+from benchmarks.rows import python_command
 from benchmarks.step import revision, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, DataError, one_line_errors
@@ -69,9 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def command_of(factory: str, overrides: Sequence[str], ranks: int, run: Path) -> list[str]:
     """Return the training command."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     words = [*overrides, f"training.run_dir={run}", "checkpoint.resume=never"]
-    return [sys.executable, "-m", *launcher, "launch.train", "--yes", "--factory", factory, *words]
+    return python_command("launch.train", ranks, ["--yes", "--factory", factory, *words])
 
 
 def trained(command: Sequence[str], log: Path) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import kernels
 from benchmarks.kernels import Traffic, counted
-from benchmarks.sweep import read_rows
+from benchmarks.rows import read_rows
 from dit.errors import EXIT_OK
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
