@@ -9,13 +9,10 @@ torch's: over all samples together in our layers, over a batch of samples in the
 """
 
 import argparse
-import importlib
-import inspect
-import pkgutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, Literal, Optional
 from unittest.mock import patch
@@ -24,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.kernels import kernels_do_nothing
 from benchmarks.passes import Case, PlainBlock, layer
 from benchmarks.waits import PHASES, count_waits
 from dit.backends import process_groups
@@ -70,25 +68,6 @@ PACKED = ((1, 16, 16), (1, 8, 8), (4, 8, 8), (1, 4, 4), (1, 8, 12))
 """Patches along t, h and w of samples of several sizes."""
 
 Call = Callable[[Tensor], Any]
-
-
-@contextmanager
-def kernels_do_nothing() -> Iterator[None]:
-    """Replace the functions that start fused kernels; their results stay uninitialised."""
-    from dit.kernels.fused import gpu
-
-    names = [info.name for info in pkgutil.iter_modules(gpu.__path__)]
-    modules = [importlib.import_module(f"{gpu.__name__}.{name}") for name in names]
-    patches = [
-        patch.object(module, name, lambda *_, **__: None)
-        for module in modules
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-    with ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
-        yield
 
 
 @contextmanager

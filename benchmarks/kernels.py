@@ -4,8 +4,12 @@ Each call is timed with cold caches. Without a GPU nothing runs, and the table h
 """
 
 import argparse
+import importlib
+import inspect
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,6 +23,7 @@ from benchmarks.clock import append
 from benchmarks.layer_traffic import WRITE_ONLY
 from dit.backends.device import device_seconds, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
+from dit.patches import replaced
 from dit.terminal import echo
 from dit.tracing.repeats import tensors_in
 
@@ -123,11 +128,23 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     }
 
 
+@contextmanager
+def kernels_do_nothing() -> Iterator[None]:
+    """Replace the functions that start fused kernels; their results stay uninitialised."""
+    from dit.kernels.fused import gpu
+
+    with ExitStack() as stack:
+        for info in pkgutil.iter_modules(gpu.__path__):
+            module = importlib.import_module(f"{gpu.__name__}.{info.name}")
+            functions = inspect.getmembers(module, inspect.isfunction)
+            starters = [name for name, it in functions if it.__module__ == module.__name__ and not name.startswith("_")]
+            stack.enter_context(replaced(module, **dict.fromkeys(starters, lambda *_, **__: None)))
+        yield
+
+
 def counted(call: Callable[[], object]) -> Traffic:
     """Return the traffic of a call, whose kernels are not started."""
-    from benchmarks.ahead_of_time import record_launches
-
-    with record_launches(), Traffic() as traffic:
+    with kernels_do_nothing(), Traffic() as traffic:
         call()
     return traffic
 

@@ -32,7 +32,7 @@ from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.step.train_step import Step
 from dit.step_checks.first_bad_tensor import Probe, find_first
-from dit.step_checks.spikes import Bad, NumberGuard
+from dit.step_checks.spikes import PERIOD, Bad, NumberGuard
 
 FOLDER = "bad_steps"
 NUM_NAMES = 8
@@ -116,7 +116,7 @@ class BadSteps:
             self.skipped += policy == "skip"
             return policy
         if policy != "stop":
-            limit = f"{self.guard.max_bad} in {self.guard.within} steps"
+            limit = f"{self.guard.max_bad} in {PERIOD} steps"
             where += f"; more bad steps than training.max_bad_steps allows ({limit})"
         raise NotFiniteError(
             f"step {bad.step}: {bad.reason}; the update was not applied; {where}. {suspicion(suspects)}; "

@@ -196,7 +196,7 @@ EXCEPTIONS = [
 HEAVY_HOMES = {
     "transformer_engine": ("dit/backends/", "dit/kernels/"),
     "flash_attn": ("dit/kernels/",),
-    "triton": ("dit/kernels/", "benchmarks/ahead_of_time.py"),
+    "triton": ("dit/kernels/",),
     "megatron.core": (
         *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
         *("dit/step/", "dit/planner/", "dit/tracing/"),
