@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from benchmarks.rows import python_command
+from benchmarks.commands import python_command
 from dit.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_UNEXPECTED, DataError
 from dit.monitoring.sinks import LOSS, METRICS_FILE, read_records, scalars_by_step
 from dit.safe_files import read_json

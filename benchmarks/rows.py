@@ -1,7 +1,6 @@
-"""Rows of measurements: files of JSON lines, and tables in Markdown; and the words of a command that measures."""
+"""Rows of measurements: files of JSON lines, and tables in Markdown."""
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -29,9 +28,3 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: int =
     """Return a table in Markdown; the last columns have numbers, which are right-aligned."""
     lines = (heads, ["---"] * (len(heads) - numbers) + ["---:"] * numbers, *rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def python_command(module: str, ranks: int, words: Sequence[str]) -> list[str]:
-    """Return the command of a module of Python on this machine, by torchrun for several ranks."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
-    return [sys.executable, "-m", *launcher, module, *words]

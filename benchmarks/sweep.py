@@ -11,7 +11,6 @@ nemo-run experiment (launch/README.md); jobs of Slurm continue, and a repeated c
 import argparse
 import hashlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -19,12 +18,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks import prediction
-from benchmarks.rows import markdown, python_command, read_rows
+from benchmarks.commands import python_command, run_command
+from benchmarks.rows import markdown, read_rows
 from benchmarks.step import OK, OUT_OF_MEMORY, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
@@ -102,22 +101,6 @@ def words_of(cell: grid.Cell, args: argparse.Namespace) -> list[str]:
     shape = ["--shape", args.shape] if args.shape else []
     lengths = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     return ["--factory", cell.recipe, *lengths, *shape, "--out", str(record_file(cell, args)), *cell.overrides]
-
-
-def run_here(command: Sequence[str], log: Path, limit: float) -> bool:
-    """Run a command in a new session and kill all its processes; return whether it ended within the limit (s)."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return True
 
 
 def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
@@ -211,8 +194,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def measure_here(args: argparse.Namespace, cells: Sequence[grid.Cell]) -> None:
     """Measure cells one by one in processes of this machine, and append a row after each."""
     for cell in cells:
-        in_time = run_here(python_command(MODULE, args.ranks, words_of(cell, args)), log_file(cell, args), args.limit)
-        append_row(args, cell, in_time=in_time)
+        code = run_command(python_command(MODULE, args.ranks, words_of(cell, args)), log_file(cell, args), args.limit)
+        append_row(args, cell, in_time=code is not None)
 
 
 def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor: "Executor") -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Optional
 
-from benchmarks.rows import python_command
+from benchmarks.commands import python_command
 from benchmarks.step import revision, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, DataError, one_line_errors
