@@ -81,12 +81,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one_rank_world() -> Iterator[ProcessGroups]:
-    """Start a world of one rank on CPU, even if there is a GPU; CUDA calls of this process stay redirected.
-
-    It ends with the module, because commands of other modules start worlds of their own.
-    """
+    """Start a world of one rank on CPU, even if there is a GPU; CUDA calls of this process stay redirected."""
     from dit.backends import process_groups
     from dit.parallel.dims import ParallelConfig
 

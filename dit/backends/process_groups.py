@@ -300,7 +300,7 @@ def release() -> None:
 
     destroy_graphs()
     parallel_state.destroy_model_parallel()
-    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # not reset; a fork that replaces it would abort
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # Megatron-Core keeps it, with its threads
     megatron_cpu.forget_groups()
     # DTensor's cache (Megatron-FSDP) identifies meshes by their ranks, even after their groups are destroyed.
     _clear_sharding_prop_cache()

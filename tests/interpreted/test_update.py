@@ -49,7 +49,7 @@ def one_rank(request, one_rank_world, tmp_path_factory):
         common = {"run_dir": folder / first}
         cases[first, "saved"] = case(DISTRIBUTED, "fp32", first, SAVED_AT, save=True, **common)
         cases[first, "resumed"] = case(DISTRIBUTED, "fp32", then, STEPS - SAVED_AT, **common)
-    process_groups.release()  # each run builds its own
+    process_groups.release()  # each run builds its own; this is the last module, so no test uses `one_rank_world` later
     return {key: update_worker.train(case) for key, case in cases.items()}
 
 
