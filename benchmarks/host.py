@@ -25,7 +25,7 @@ from benchmarks.kernels import kernels_do_nothing
 from benchmarks.passes import Case, PlainBlock, layer
 from benchmarks.waits import PHASES, count_waits
 from dit.backends import process_groups
-from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.errors import EXIT_OK, one_line_errors
 from dit.kernels.layer_kernels import EAGER, fused
 from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelConfig
@@ -35,6 +35,7 @@ from dit.terminal import echo
 from dit.tracing.packs import PackShape
 from dit.verify.tiny import tiny_model
 from launch import environment
+from launch.argument_types import at_least_one
 from launch.config_file import built
 from launch.train import call_recipe
 
@@ -167,11 +168,9 @@ def wait_rows() -> Iterator[str]:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Time every layer and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=25, help="readings of each row (%(default)s)")
+    parser.add_argument("--repeats", type=at_least_one, default=25, help="readings of each row (%(default)s)")
     parser.add_argument("--waits", action="store_true", help="count copies and waits of a step")
     args = parser.parse_args(argv)
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats={args.repeats} must be at least 1")
     environment.prepare()
     torch.set_num_threads(1)
     if args.waits:

@@ -27,6 +27,7 @@ from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelConfig
 from dit.terminal import echo
 from launch import environment
+from launch.argument_types import at_least_one
 
 TOKENS, TEXT_TOKENS = 8192, 512
 PACK = [256] * 8 + [2048, 4096 - 128]
@@ -143,7 +144,7 @@ def rows(groups: ProcessGroups, repeats: int, *, dry: bool, compiled: bool) -> I
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="timed calls of each layer (%(default)s)")
+    parser.add_argument("--repeats", type=at_least_one, default=15, help="timed calls of each layer (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave out compiled layers, whose start takes long")
     parser.add_argument("--dry", action="store_true", help="run every layer once on fake tensors, and time nothing")
     parser.add_argument("--out", type=Path, help="append one JSON line per row to this file")

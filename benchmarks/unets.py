@@ -21,6 +21,7 @@ from benchmarks.step import revision
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
+from launch.argument_types import at_least_one
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -285,8 +286,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.unets", description=__doc__)
     parser.add_argument("--side", type=int, default=64, help="pixels (%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="pictures of a step (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each network (%(default)s)")
+    parser.add_argument("--batch", type=at_least_one, default=4, help="pictures of a step (%(default)s)")
+    parser.add_argument("--rounds", type=at_least_one, default=7, help="timed steps of each network (%(default)s)")
     parser.add_argument("--out", type=Path, help="append a line of JSON to this file")
     return parser
 
@@ -296,11 +297,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Time the networks and print the table."""
     args = build_parser().parse_args(argv)
     smallest = 2 ** (LEVELS - 1)
-    if args.side < smallest or args.side % smallest or min(args.batch, args.rounds) < 1:
-        raise ConfigError(
-            f"--side={args.side} must be a multiple of {smallest}, and --batch={args.batch} and --rounds={args.rounds} "
-            "at least 1"
-        )
+    if args.side < smallest or args.side % smallest:
+        raise ConfigError(f"--side={args.side} must be a multiple of {smallest}")
     environment.prepare()
     import torch
 

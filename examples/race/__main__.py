@@ -36,6 +36,7 @@ from dit.safe_files import parse_json, read_bytes
 from dit.terminal import echo
 from examples.race.record import FOLDER, PAGE, PLOT, TRACKS, Record, differences, page, plot
 from launch import cli, environment
+from launch.argument_types import at_least_one
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--track", choices=TRACKS, default="letters", help="what the model draws (%(default)s)")
     parser.add_argument("--factory", help="recipe (default: that of the track)")
     parser.add_argument("--ranks", type=int, choices=range(1, CORES + 1), default=CORES, help="processes (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds that are trained (%(default)s)")
+    parser.add_argument("--seeds", type=at_least_one, default=SEEDS, help="seeds that are trained (%(default)s)")
     parser.add_argument("--change", default="", help="change since the last record, for the table")
     parser.add_argument("--check", type=Path, metavar="RECORD.json", help="repeat a record and compare")
     parser.add_argument("--any-revision", action="store_true", help="check with the code of this revision")
