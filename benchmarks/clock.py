@@ -32,7 +32,7 @@ def medians(calls: Mapping[str, Callable[[], object]], repeats: int, *, dry: boo
         for name, call in calls.items():
             seconds = 0.0
             if use_cuda() and not dry:
-                (seconds,) = device_seconds(call, 1)
+                seconds = device_seconds(call)
             else:
                 began = time.process_time()
                 call()
