@@ -23,6 +23,7 @@ from dit.errors import EXIT_OK
 from dit.kernels.attention import Attention, reference_attention, segment_sdpa, varlen_attention
 from dit.layout import SequenceLayout
 from dit.terminal import echo
+from launch.argument_types import at_least_one
 
 CUDA_CASES = {
     "dense 256 x 64, head 72": ([256] * 64, 16, 72),
@@ -90,7 +91,7 @@ def measure(attention: Attention, context: Context, case: Sequence[Any], repeats
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=11, help="timed calls of each path (%(default)s)")
+    parser.add_argument("--repeats", type=at_least_one, default=11, help="timed calls of each path (%(default)s)")
     parser.add_argument("--dry", action="store_true", help="run a GPU's cases once on fake tensors, and time nothing")
     parser.add_argument("--out", type=Path, help="append one JSON line per row to this file")
     args = parser.parse_args(argv)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rows import markdown
 from energon_data.prepare.pictures import Fit
 
 Size = tuple[int, int]
@@ -27,17 +28,17 @@ MULTIPLE = 16  # a compression of 8 and a patch of 2
 BATCH = 64  # samples of one bucket: 8 on each of 8 GPUs
 
 
-def many_pictures(count: int, seed: int = 0) -> list[Size]:
+def many_pictures(count: int) -> list[Size]:
     """Return (width, height): areas of 512 to 2,048 pixels squared and ratios from 1:3 to 3:1, evenly in logarithms."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     sides = np.exp2(rng.uniform(9, 11, count))
     ratios = np.exp(rng.uniform(-math.log(3), math.log(3), count))
     return [(round(s * r**0.5), round(s / r**0.5)) for s, r in zip(sides, ratios)]
 
 
-def cover(width: int, height: int, sizes: Sequence[Size] = SDXL) -> tuple[int, int, int, int]:
+def cover(width: int, height: int) -> tuple[int, int, int, int]:
     """Return how a bucket trainer scales and cuts a picture: width and height, before and after the cut."""
-    cut = min(sizes, key=lambda size: abs(math.log(size[0] / size[1] * height / width)))
+    cut = min(SDXL, key=lambda size: abs(math.log(size[0] / size[1] * height / width)))
     grow = max(cut[0] / width, cut[1] / height)
     return max(cut[0], round(width * grow)), max(cut[1], round(height * grow)), *cut
 
@@ -79,11 +80,6 @@ def measure(count: int) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
-    lines = [
-        "| way | pixels cut off | scaled away | pictures enlarged | left out |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        shares = " | ".join(f"{row[name]:.1%}".replace("%", " %") for name in ("cut", "shrunk", "enlarged", "dropped"))
-        lines.append(f"| {row['way']} | {shares} |")
-    return "\n".join(lines)
+    names = ("cut", "shrunk", "enlarged", "dropped")
+    cells = [[row["way"], *(f"{row[name]:.1%}".replace("%", " %") for name in names)] for row in rows]
+    return markdown(["way", "pixels cut off", "scaled away", "pictures enlarged", "left out"], cells, len(names))

@@ -15,6 +15,7 @@ from benchmarks.clock import append, fake_tensors, medians
 from dit.backends.device import local_device, use_cuda
 from dit.errors import EXIT_OK
 from dit.terminal import echo
+from launch.argument_types import at_least_one
 
 COPY = "copy"
 PRODUCTS = {
@@ -43,7 +44,7 @@ def cases(scale: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ceilings", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=30, help="timed calls of each case (%(default)s)")
+    parser.add_argument("--repeats", type=at_least_one, default=30, help="timed calls of each case (%(default)s)")
     parser.add_argument("--dry", action="store_true", help="run every case once on fake tensors, and time nothing")
     parser.add_argument("--out", type=Path, help="append one JSON line per row to this file")
     args = parser.parse_args(argv)

@@ -1,6 +1,5 @@
 """Times of calls in turns on this device, dry runs on fake tensors, and the file of a measurement's rows."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -8,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
+from benchmarks import rows
 from dit.backends.device import describe, device_seconds, use_cuda
 
 WARM_UP = 3
@@ -32,7 +32,7 @@ def medians(calls: Mapping[str, Callable[[], object]], repeats: int, *, dry: boo
         for name, call in calls.items():
             seconds = 0.0
             if use_cuda() and not dry:
-                (seconds,) = device_seconds(call, 1)
+                seconds = device_seconds(call)
             else:
                 began = time.process_time()
                 call()
@@ -46,7 +46,4 @@ def append(out: Optional[Path], row: Mapping[str, Any]) -> None:
     """Append a row to a file of JSON lines, with the device and the revision of the code."""
     from benchmarks.step import revision
 
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a") as file:
-            file.write(json.dumps({**row, "device": describe(), "revision": revision()}) + "\n")
+    rows.append(out, {**row, "device": describe(), "revision": revision()})

@@ -24,6 +24,7 @@ from dit.convert.state_files import read_tensors
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, DataError
 from dit.safe_files import read_json
 from dit.terminal import echo
+from launch.argument_types import at_least_one
 
 CURVES = Path(__file__).parents[1] / "tests" / "integration" / "loss_curves.json"
 FP32 = 1e-3
@@ -121,7 +122,7 @@ def samples(folder: Path) -> float:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command; the exit code is 0 if every check passes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device_values", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=6, help="runs at the same time (%(default)s)")
+    parser.add_argument("--jobs", type=at_least_one, default=6, help="runs at the same time (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="checks whose name contains one of these")
     parser.add_argument("--out", type=Path, help="append one JSON line per check to this file")
     args = parser.parse_args(argv)

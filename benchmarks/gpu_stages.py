@@ -8,8 +8,6 @@ in a small form on the CPU.
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from benchmarks import device_values
-from benchmarks.sweep import read_rows
+from benchmarks import commands, device_values
+from benchmarks.rows import read_rows
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.safe_files import read_bytes
@@ -371,23 +369,12 @@ def run_command(command: Command, stage: str, out: Path, limit_s: float, *, dry:
     file = out / stage / f"{command.name}.jsonl"
     for old in (file, file.with_suffix(".xml")):
         old.unlink(missing_ok=True)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    log = file.with_suffix(".log")
-    began = time.monotonic()
-    with open(log, "w") as stream:
-        try:
-            arguments = [sys.executable, "-m", *started(command, stage, out, dry=dry)]
-            process = subprocess.Popen(arguments, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
-            code: object = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # also the runs that it started
-            process.wait()
-            code = "time limit"
-    echo(
-        f"{stage} {command.name}: {'done' if code == 0 else f'ended with {code}'}, {time.monotonic() - began:.0f} s",
-        flush=True,
-    )
-    if code:
+    log, began = file.with_suffix(".log"), time.monotonic()
+    module, *words = started(command, stage, out, dry=dry)
+    code = commands.run_command(commands.python_command(module, 1, words), log, limit_s)
+    result = "done" if code == 0 else f"ended with {'time limit' if code is None else code}"
+    echo(f"{stage} {command.name}: {result}, {time.monotonic() - began:.0f} s", flush=True)
+    if code != 0:
         echo("\n".join(read_bytes(log).decode(errors="replace").splitlines()[-15:]), flush=True)
     if file.with_suffix(".xml").exists():
         return [tests_of(file.with_suffix(".xml"))]

@@ -9,13 +9,10 @@ torch's: over all samples together in our layers, over a batch of samples in the
 """
 
 import argparse
-import importlib
-import inspect
-import pkgutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, Literal, Optional
 from unittest.mock import patch
@@ -24,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.kernels import kernels_do_nothing
 from benchmarks.passes import Case, PlainBlock, layer
 from benchmarks.waits import PHASES, count_waits
 from dit.backends import process_groups
-from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.errors import EXIT_OK, one_line_errors
 from dit.kernels.layer_kernels import EAGER, fused
 from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelConfig
@@ -37,6 +35,7 @@ from dit.terminal import echo
 from dit.tracing.packs import PackShape
 from dit.verify.tiny import tiny_model
 from launch import environment
+from launch.argument_types import at_least_one
 from launch.config_file import built
 from launch.train import call_recipe
 
@@ -70,25 +69,6 @@ PACKED = ((1, 16, 16), (1, 8, 8), (4, 8, 8), (1, 4, 4), (1, 8, 12))
 """Patches along t, h and w of samples of several sizes."""
 
 Call = Callable[[Tensor], Any]
-
-
-@contextmanager
-def kernels_do_nothing() -> Iterator[None]:
-    """Replace the functions that start fused kernels; their results stay uninitialised."""
-    from dit.kernels.fused import gpu
-
-    names = [info.name for info in pkgutil.iter_modules(gpu.__path__)]
-    modules = [importlib.import_module(f"{gpu.__name__}.{name}") for name in names]
-    patches = [
-        patch.object(module, name, lambda *_, **__: None)
-        for module in modules
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-    with ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
-        yield
 
 
 @contextmanager
@@ -188,11 +168,9 @@ def wait_rows() -> Iterator[str]:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Time every layer and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=25, help="readings of each row (%(default)s)")
+    parser.add_argument("--repeats", type=at_least_one, default=25, help="readings of each row (%(default)s)")
     parser.add_argument("--waits", action="store_true", help="count copies and waits of a step")
     args = parser.parse_args(argv)
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats={args.repeats} must be at least 1")
     environment.prepare()
     torch.set_num_threads(1)
     if args.waits:

@@ -4,28 +4,32 @@ Each call is timed with cold caches. Without a GPU nothing runs, and the table h
 """
 
 import argparse
+import importlib
+import inspect
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.clock import append
+from benchmarks.clock import append, medians
 from benchmarks.layer_traffic import WRITE_ONLY
-from dit.backends.device import device_seconds, local_device, use_cuda
+from dit.backends.device import local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
+from dit.patches import replaced
 from dit.terminal import echo
 from dit.tracing.repeats import tensors_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS, HIDDEN, HEAD_SIZE = 8192, 4096, 128
 LENGTHS = [3000, 410, 1999, 2005]
-WARM_UP, REPEATS = 3, 20
+REPEATS = 20
 
 
 class Traffic(TorchDispatchMode):
@@ -123,11 +127,23 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     }
 
 
+@contextmanager
+def kernels_do_nothing() -> Iterator[None]:
+    """Replace the functions that start fused kernels; their results stay uninitialised."""
+    from dit.kernels.fused import gpu
+
+    with ExitStack() as stack:
+        for info in pkgutil.iter_modules(gpu.__path__):
+            module = importlib.import_module(f"{gpu.__name__}.{info.name}")
+            functions = inspect.getmembers(module, inspect.isfunction)
+            starters = [name for name, it in functions if it.__module__ == module.__name__ and not name.startswith("_")]
+            stack.enter_context(replaced(module, **dict.fromkeys(starters, lambda *_, **__: None)))
+        yield
+
+
 def counted(call: Callable[[], object]) -> Traffic:
     """Return the traffic of a call, whose kernels are not started."""
-    from benchmarks.ahead_of_time import record_launches
-
-    with record_launches(), Traffic() as traffic:
+    with kernels_do_nothing(), Traffic() as traffic:
         call()
     return traffic
 
@@ -145,8 +161,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             continue
         traffic, measured = counted(call), None
         if use_cuda():
-            seconds = median(device_seconds(call, WARM_UP + REPEATS)[WARM_UP:])
-            measured = (traffic.read + traffic.written) / seconds
+            measured = (traffic.read + traffic.written) / medians({case: call}, REPEATS)[case]
         append(args.out, {"case": case, "read": traffic.read, "written": traffic.written, "measured": measured})
         rate = "-" if measured is None else f"{measured / 1e9:.0f}"
         echo(f"{case:<32}{(traffic.read + traffic.written) / 1e6:>8.1f}{rate:>8}")

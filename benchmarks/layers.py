@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.clock import append, fake_tensors, medians
-from benchmarks.passes import SIZES, Case, PlainBlock, Sizes, layer
+from benchmarks.passes import SIZES, Case, Sizes, layer, plain_block
 from dit.backends import process_groups
 from dit.backends.device import ACCELERATOR, local_device, peak_bytes, use_cuda
 from dit.backends.process_groups import ProcessGroups
@@ -27,6 +27,7 @@ from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelConfig
 from dit.terminal import echo
 from launch import environment
+from launch.argument_types import at_least_one
 
 TOKENS, TEXT_TOKENS = 8192, 512
 PACK = [256] * 8 + [2048, 4096 - 128]
@@ -83,19 +84,6 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device=local_device())
 
 
-def plain(sizes: Sizes) -> PlainBlock:
-    """Return the plain block in bf16."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with local_device():
-            block = PlainBlock(sizes, cross=True)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    return block
-
-
 def networks(
     name: str, layout: SequenceLayout, sizes: Sizes, groups: ProcessGroups, *, dry: bool, compiled: bool
 ) -> Iterator[tuple[str, Call]]:
@@ -103,7 +91,10 @@ def networks(
     hidden, _, context = sizes
     if name == "dense":
         cond_SD, text_SKC = random(1, hidden), random(1, TEXT_TOKENS, context)
-        block = plain(sizes)
+        with local_device():
+            block = plain_block(sizes, cross=True)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter, std=0.02)
         yield PLAIN, lambda x_TD: block(x_TD, cond_SD, text_SKC)
         if compiled:
             fast = torch.compile(block)
@@ -153,7 +144,7 @@ def rows(groups: ProcessGroups, repeats: int, *, dry: bool, compiled: bool) -> I
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layers", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="timed calls of each layer (%(default)s)")
+    parser.add_argument("--repeats", type=at_least_one, default=15, help="timed calls of each layer (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave out compiled layers, whose start takes long")
     parser.add_argument("--dry", action="store_true", help="run every layer once on fake tensors, and time nothing")
     parser.add_argument("--out", type=Path, help="append one JSON line per row to this file")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
+from benchmarks.commands import python_command
 from dit.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_UNEXPECTED, DataError
 from dit.monitoring.sinks import LOSS, METRICS_FILE, read_records, scalars_by_step
 from dit.safe_files import read_json
@@ -62,11 +63,10 @@ def losses(recipe: str, ranks: int, settings: Sequence[str], run_dir: Path, devi
     Raises:
         RuntimeError: the run failed; the message has the end of its output.
     """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     quiet = ("logging.tensorboard=False", "training.validation_interval=0", "training.sample_interval=0")
     words = [f"training.run_dir={run_dir}", f"training.num_steps={STEPS}", "training.log_interval=1", *quiet]
     by_name = {word.partition("=")[0]: word for word in (*words, "checkpoint.interval=0", *settings)}
-    command = [sys.executable, *torchrun, "-m", "launch.train", "--yes", "--factory", recipe, *by_name.values()]
+    command = python_command("launch.train", ranks, ["--yes", "--factory", recipe, *by_name.values()])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIT_DEVICE": device}
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     if process.returncode not in (EXIT_OK, EXIT_PREEMPTED):

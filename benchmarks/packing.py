@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import buckets
+from benchmarks.rows import markdown
 from dit.errors import EXIT_OK
 from dit.terminal import echo
 from energon_data.packing import CostLimit, balanced_packs, greedy_knapsack
+from launch.argument_types import at_least_one
 
 Bins = list[list[int]]
 Packer = Callable[[Sequence[int], int], Bins]
@@ -135,24 +137,22 @@ def measure(mix: str, buffer: int, buffers: int, ranks: int, attention: int) -> 
 
 def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
     """Return the rows as Markdown."""
-    lines = [
-        f"| mix | way | padding | work, largest / mean of {ranks} ranks | tokens per time |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
+    heads = ["mix", "way", "padding", f"work, largest / mean of {ranks} ranks", "tokens per time"]
+    lines = []
     for row in rows:
         padding = f"{row['padding']:.2%}" if row["padding"] >= 0 else "none"
-        lines.append(f"| {row['mix']} | {row['way']} | {padding} | {row['imbalance']:.2f} | {row['throughput']:.2f} |")
-    return "\n".join(lines)
+        lines.append([row["mix"], row["way"], padding, f"{row['imbalance']:.2f}", f"{row['throughput']:.2f}"])
+    return markdown(heads, lines, 3)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=__doc__.split("\n")[0])
-    parser.add_argument("--buffer", type=int, default=1000, help="samples from which packs are filled (1000)")
-    parser.add_argument("--buffers", type=int, default=20, help="buffers of each mix (20)")
-    parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks (64)")
-    parser.add_argument("--attention", type=int, default=ATTENTION, help=f"tokens of equal work ({ATTENTION})")
-    parser.add_argument("--pictures", type=int, metavar="N", help="print only the pixels lost from N pictures")
+    parser.add_argument("--buffer", type=at_least_one, default=1000, help="samples from which packs are filled (1000)")
+    parser.add_argument("--buffers", type=at_least_one, default=20, help="buffers of each mix (20)")
+    parser.add_argument("--ranks", type=at_least_one, default=64, help="data-parallel ranks (64)")
+    parser.add_argument("--attention", type=at_least_one, default=ATTENTION, help=f"tokens of equal work ({ATTENTION})")
+    parser.add_argument("--pictures", type=at_least_one, metavar="N", help="print only the pixels lost from N pictures")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args(argv)
     losses = buckets.measure(args.pictures or PICTURES)

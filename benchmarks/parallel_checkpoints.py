@@ -1,4 +1,4 @@
-"""Further tasks for the ranks of `benchmarks.parallel_world`: write and read checkpoints."""
+"""Further tasks for the ranks of `benchmarks.parallel_training`: write and read checkpoints."""
 
 from pathlib import Path
 from typing import Any

@@ -20,7 +20,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 from dit.terminal import echo
 from dit.verify.compare import BOUNDS, Comparison, compare_training, largest_error

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from dit.models.dit.config import DiTConfig
 from dit.models.registry import config_class
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import grid_positions
-from dit.verify import trial
+from dit.verify import ranks, trial
 from dit.verify.trial import OPTIMIZER, TRAINING, Built, Trial
 
 ONE_TOKEN = (1, 1, 1)
@@ -119,3 +120,11 @@ def build(case: dict[str, Any]) -> Built:
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train a case's steps; return losses, gradient norms, global gradients and parameters, and copies that differ."""
     return trial.train(trial_of(case), case.get("then"))
+
+
+def run_world(
+    world_size: int, cases: list[dict[str, Any]], folder: Path, *, timeout_s: float = 900.0
+) -> list[dict[str, Any]]:
+    """Run cases in one start of ranks, as `dit.verify.ranks.run_world` does; a case without a task is a training."""
+    training = f"{__name__}:{train.__name__}"
+    return ranks.run_world(world_size, [{"task": training, **case} for case in cases], folder, timeout_s=timeout_s)

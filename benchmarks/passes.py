@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.layer_traffic import LayerTraffic, Passes, layer_traffic, traffic
+from benchmarks.rows import markdown
 from dit.backends import process_groups
 from dit.backends.device import ACCELERATOR
 from dit.backends.provider import LayerProvider
@@ -124,6 +125,15 @@ class PlainBlock(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
+def plain_block(sizes: Sizes = SIZES, *, cross: bool = False) -> PlainBlock:
+    """Return a plain block in bf16."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return PlainBlock(sizes, cross=cross)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def trace(case: Case, kernels: LayerKernels, recompute: str = "none") -> LayerTraffic:
     """Trace one of our layers in a stack, as the only rank of a world: two layers minus one."""
     with fake_world(0, 1):
@@ -195,11 +205,7 @@ def plain() -> LayerTraffic:
     """Trace the plain block."""
 
     def build() -> Callable[[Tensor], Tensor]:
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            block = PlainBlock()
-        finally:
-            torch.set_default_dtype(torch.float32)
+        block = plain_block()
         cond_SD = torch.empty(DENSE.num_samples, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
         return lambda x_TD: block(x_TD, cond_SD)
 
@@ -226,18 +232,20 @@ def measure(kinds: Sequence[str]) -> dict[str, LayerTraffic]:
 
 def table(rows: dict[str, LayerTraffic]) -> str:
     """Return the rows as a Markdown table."""
-    lines = [
-        "| layer | passes forward | backward | saved numbers per token / hidden | memory-bound kernels | products |",
-        "| --- | --- | --- | --- | --- | --- |",
+    heads = [
+        "layer",
+        "passes forward",
+        "backward",
+        "saved numbers per token / hidden",
+        "memory-bound kernels",
+        "products",
     ]
+    lines = []
     for name, row in rows.items():
         forward, backward = row.forward, row.backward
-        products = forward.products + backward.products
-        lines.append(
-            f"| {name} | {forward.passes:.1f} | {backward.passes:.1f} | {row.saved:.1f} "
-            f"| {forward.kernels} + {backward.kernels} | {products} |"
-        )
-    return "\n".join(lines)
+        kernels, products = f"{forward.kernels} + {backward.kernels}", f"{forward.products + backward.products}"
+        lines.append([name, f"{forward.passes:.1f}", f"{backward.passes:.1f}", f"{row.saved:.1f}", kernels, products])
+    return markdown(heads, lines)
 
 
 UPDATES = {f"optimizer's update, {name}": kernels for name, kernels in (("eager", "eager"), ("fused", "triton"))}

@@ -113,9 +113,9 @@ _REPLICATED = (
 """Overrides of a distributed optimizer whose exchanges overlap with computation."""
 
 
-def _nemo(name: str, recipe: str, tokens: int, tokens_per_s: float, samples: int = 256) -> Row:
-    """Return a row of NeMo: 256 H100, tokens/s per GPU."""
-    return Row(name, "NeMo", "NeMo, H100", "h100", 256, tokens * samples / (256 * tokens_per_s), recipe, modulation=9)
+def _nemo(name: str, recipe: str, tokens: int, tokens_per_s: float) -> Row:
+    """Return a row of NeMo: 256 samples on as many H100, tokens/s per GPU."""
+    return Row(name, "NeMo", "NeMo, H100", "h100", 256, tokens / tokens_per_s, recipe, modulation=9)
 
 
 def _flux(
@@ -319,13 +319,13 @@ def with_unsharded_modulations(step: "StepTrace", weights: float, summed: float)
     return replace(step, sent_bytes=sent)
 
 
-def fitted(rows: Sequence[Traced], start: Fitted = Fitted()) -> Fitted:  # noqa: B008  immutable
+def fitted(rows: Sequence[Traced]) -> Fitted:
     """Return constants that minimise the squared relative errors of rows.
 
-    Newton's method on the logarithms. A small penalty keeps constants that no row determines near `start`.
+    Newton's method on the logarithms. A small penalty keeps constants that no row determines near those of `Fitted`.
     """
     names = [field.name for field in fields(Fitted)]
-    origin = np.log([getattr(start, name) for name in names])
+    origin = np.log([getattr(Fitted(), name) for name in names])
     values = origin
 
     def residuals(logs: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":

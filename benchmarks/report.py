@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from benchmarks.rows import markdown, read_rows
 from benchmarks.step import OK
-from benchmarks.sweep import read_rows, settings_of
+from benchmarks.sweep import settings_of
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
@@ -146,11 +147,6 @@ def cell(value: Optional[float], form: str = ",.0f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table."""
-    return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows)]
-
-
 def published_row(row: Published) -> list[str]:
     """Return a published measurement with its operations by our count."""
     executed = nemo = None
@@ -211,11 +207,11 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             "",
             "## Published",
             "",
-            *table(published, [published_row(row) for row in PUBLISHED]),
+            markdown(published, [published_row(row) for row in PUBLISHED]),
             "",
             "## Ours",
             "",
-            *(table(columns, [our_row(row) for row in rows]) if rows else ["No rows were given."]),
+            markdown(columns, [our_row(row) for row in rows]) if rows else "No rows were given.",
             "",
             *([] if any(row["status"] == OK and row["device"] != "CPU" for row in rows) else ["No row of a GPU.", ""]),
         ]

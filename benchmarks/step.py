@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any, Optional
 
+from benchmarks.rows import append
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import cli, environment
@@ -226,12 +227,8 @@ def write(record: dict[str, Any], out: Optional[Path]) -> None:
     if int(os.environ.get("RANK", "0")):
         return
     echo(table(record))
-    line = json.dumps(record)
-    echo(line)
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a") as file:
-            file.write(line + "\n")
+    echo(json.dumps(record))
+    append(out, record)
 
 
 @one_line_errors

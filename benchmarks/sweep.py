@@ -11,7 +11,6 @@ nemo-run experiment (launch/README.md); jobs of Slurm continue, and a repeated c
 import argparse
 import hashlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -19,11 +18,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks import prediction
+from benchmarks.commands import python_command, run_command
+from benchmarks.rows import markdown, read_rows
 from benchmarks.step import OK, OUT_OF_MEMORY, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
@@ -34,6 +34,7 @@ from launch import environment, experiment, grid
 if TYPE_CHECKING:
     from launch.experiment import Executor
 
+MODULE = "benchmarks.step"
 ROWS, PAGE, PLOT = "sweep.jsonl", "sweep.md", "sweep.png"
 TIMED_OUT, FAILED = "timed out", "failed"
 ERROR = re.compile(r"\b(?!ChildFailed)\w*error:", re.IGNORECASE)
@@ -102,28 +103,6 @@ def words_of(cell: grid.Cell, args: argparse.Namespace) -> list[str]:
     return ["--factory", cell.recipe, *lengths, *shape, "--out", str(record_file(cell, args)), *cell.overrides]
 
 
-def command_of(words: Sequence[str], ranks: int) -> list[str]:
-    """Return the command of a cell on this machine."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
-    return [sys.executable, "-m", *launcher, "benchmarks.step", *words]
-
-
-def run_here(command: Sequence[str], log: Path, limit: float) -> bool:
-    """Run a command in a new session and kill all its processes; return whether it ended within the limit (s)."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return True
-
-
 def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
     """Return the record of a cell, or a record of its failure.
 
@@ -143,14 +122,6 @@ def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
     place = log if log.exists() else "the logs of nemo-run"
     status = FAILED if in_time else TIMED_OUT
     return {"status": status, "error": errors[-1] if errors else f"no record; see {place}", **where()}
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a sweep; an incomplete last line is ignored."""
-    if not path.exists():
-        return []
-    complete = read_bytes(path).rpartition(b"\n")[0]
-    return [parse_json(line) for line in complete.splitlines()]
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -180,14 +151,12 @@ def page(rows: Sequence[dict[str, Any]], title: str) -> str:
     ranks = {row["ranks"] for row in rows}
     optional = [*(["ranks"] if len(ranks) > 1 else []), *(["settings"] if any(differing) else [])]
     heads = ["recipe", "layout", *optional, "status"]
-    lines = [
-        f"| {' | '.join([*heads, *(COLUMNS[key][0] for key in columns)])} |",
-        f"| {' | '.join(['---'] * len(heads) + ['---:'] * len(columns))} |",
-    ]
+    lines = []
     for row, words in zip(rows, differing, strict=True):
         names = {**row, "settings": words or "-"}
         cells = [COLUMNS[key][1](row[key]) if row.get(key) is not None else "-" for key in columns]
-        lines.append(f"| {' | '.join([*(str(names[head]) for head in heads), *cells])} |")
+        lines.append([*(str(names[head]) for head in heads), *cells])
+    text = markdown([*heads, *(COLUMNS[key][0] for key in columns)], lines, len(columns))
     refused = [f"* {', '.join(name_of(row))}: {row['error']}" for row in rows if row.get("error")]
     places = sorted({f"{device_of(row)}, torch {row['torch']}, revision {row['revision']}" for row in rows})
     counts = sorted({f"{row['steps']} steps after {row['warmup']}" for row in rows})
@@ -195,7 +164,7 @@ def page(rows: Sequence[dict[str, Any]], title: str) -> str:
         f"Measured on {'; '.join(places)}. Percentiles of {', '.join(counts)}; rates are the mean work of a step per "
     )
     about += f"median time. All rows have {' '.join(shared)}." if shared else "median time."
-    return "\n".join([f"# {title}", "", about, "", *lines, *(["", *refused] if refused else []), ""])
+    return "\n".join([f"# {title}", "", about, "", text, *(["", *refused] if refused else []), ""])
 
 
 def device_of(row: dict[str, Any]) -> str:
@@ -225,8 +194,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def measure_here(args: argparse.Namespace, cells: Sequence[grid.Cell]) -> None:
     """Measure cells one by one in processes of this machine, and append a row after each."""
     for cell in cells:
-        in_time = run_here(command_of(words_of(cell, args), args.ranks), log_file(cell, args), args.limit)
-        append_row(args, cell, in_time=in_time)
+        code = run_command(python_command(MODULE, args.ranks, words_of(cell, args)), log_file(cell, args), args.limit)
+        append_row(args, cell, in_time=code is not None)
 
 
 def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor: "Executor") -> None:
@@ -235,7 +204,7 @@ def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor
         return
     tasks = {cell.name: words_of(cell, args) for cell in cells}
     places = {"folder": args.folder, "dryrun": args.dryrun}
-    states = experiment.execute(args.name or args.out.name, "benchmarks.step", tasks, executor, **places)
+    states = experiment.execute(args.name or args.out.name, MODULE, tasks, executor, **places)
     for cell in cells:
         if cell.name in states:
             append_row(args, cell)
@@ -314,7 +283,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         measure_there(args, to_measure, executor)
     elif args.dryrun:
         for cell in to_measure:
-            echo(shlex.join(command_of(words_of(cell, args), args.ranks)))
+            echo(shlex.join(python_command(MODULE, args.ranks, words_of(cell, args))))
     else:
         measure_here(args, to_measure)
     if args.dryrun:

@@ -7,7 +7,6 @@ of ours with the most similar number of operations. Other packages are compared 
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Optional
 
+from benchmarks.rows import append, markdown
 from benchmarks.step import revision
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
+from launch.argument_types import at_least_one
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -270,26 +271,23 @@ def measure(arms: Sequence[Arm], pictures: Pictures, rounds: int) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as Markdown."""
-    head = [
-        "| network | parameters | GFLOP per picture | ms per step | pictures per s | GFLOP per s | times as long |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    return "\n".join(
-        head
-        + [
-            f"| {row.name} | {row.parameters:,} | {row.gflop:.2f} | {1e3 * row.seconds:,.0f} "
-            f"| {row.images_per_s:,.2f} | {row.gflop * row.images_per_s:,.0f} | {row.ratio:.2f} |"
-            for row in rows
+    heads = ["network", "parameters", "GFLOP per picture", "ms per step", "pictures per s", "GFLOP per s"]
+    cells = [
+        [
+            *(row.name, f"{row.parameters:,}", f"{row.gflop:.2f}", f"{1e3 * row.seconds:,.0f}"),
+            *(f"{row.images_per_s:,.2f}", f"{row.gflop * row.images_per_s:,.0f}", f"{row.ratio:.2f}"),
         ]
-    )
+        for row in rows
+    ]
+    return markdown([*heads, "times as long"], cells, len(heads))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.unets", description=__doc__)
     parser.add_argument("--side", type=int, default=64, help="pixels (%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="pictures of a step (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each network (%(default)s)")
+    parser.add_argument("--batch", type=at_least_one, default=4, help="pictures of a step (%(default)s)")
+    parser.add_argument("--rounds", type=at_least_one, default=7, help="timed steps of each network (%(default)s)")
     parser.add_argument("--out", type=Path, help="append a line of JSON to this file")
     return parser
 
@@ -299,11 +297,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Time the networks and print the table."""
     args = build_parser().parse_args(argv)
     smallest = 2 ** (LEVELS - 1)
-    if args.side < smallest or args.side % smallest or min(args.batch, args.rounds) < 1:
-        raise ConfigError(
-            f"--side={args.side} must be a multiple of {smallest}, and --batch={args.batch} and --rounds={args.rounds} "
-            "at least 1"
-        )
+    if args.side < smallest or args.side % smallest:
+        raise ConfigError(f"--side={args.side} must be a multiple of {smallest}")
     environment.prepare()
     import torch
 
@@ -315,11 +310,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rows = measure([*imagen_arms(groups), *latent_arms(groups)], random_pictures(args.side, args.batch), args.rounds)
     process_groups.destroy()
     echo(table(rows))
-    if args.out:
-        where = {"device": describe(), "revision": revision(), "torch": torch.__version__}
-        record = where | {"side": args.side, "batch": args.batch, "rows": [asdict(row) for row in rows]}
-        with open(args.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    where = {"device": describe(), "revision": revision(), "torch": torch.__version__}
+    append(args.out, where | {"side": args.side, "batch": args.batch, "rows": [asdict(row) for row in rows]})
     return EXIT_OK
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dit import layout, pack_copy
 from dit.backends import device, megatron_cpu, process_groups
-from dit.patches import patches
+from dit.patches import patches, replaced
 from dit.planner.job import Job
 from dit.planner.program import Program
 from dit.planner.trace import Tracer
@@ -180,24 +180,18 @@ def meta_device(counter: WaitCounter) -> Iterator[None]:
     """Make `meta` the device of this process, which does not use CUDA, and count copies and waits."""
     from torch.optim import optimizer
 
-    with contextlib.ExitStack() as stack:
-
-        def patch(owner: Any, name: str, value: Any) -> None:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-
-        fused = optimizer._get_fused_kernels_supported_devices
-        patch(optimizer, "_get_fused_kernels_supported_devices", lambda: [*fused(), "meta"])
-        patch(dist, "batch_isend_irecv", lambda _: [])
-        patch(device, "SUBSTITUTE", META)
-        patch(layout, "UNPINNED", ("cpu",))
-        patch(pack_copy, "page_locked", lambda nbytes: counter.pin(torch.empty(nbytes, dtype=torch.uint8)))
-        patch(device, "begin_copy_to_host", counter.begin_copy_to_host)
-        patch(Tensor, "pin_memory", lambda values, *_: counter.pin(values))
-        for owner, name in ((torch, "tensor"), (Tensor, "new_tensor")):
-            patch(owner, name, counter.filling(getattr(owner, name)))
-        with counter:
-            yield
+    fused, tensor, new_tensor = optimizer._get_fused_kernels_supported_devices, torch.tensor, Tensor.new_tensor
+    with (
+        replaced(optimizer, _get_fused_kernels_supported_devices=lambda: [*fused(), "meta"]),
+        replaced(dist, batch_isend_irecv=lambda _: []),
+        replaced(device, SUBSTITUTE=META, begin_copy_to_host=counter.begin_copy_to_host),
+        replaced(layout, UNPINNED=("cpu",)),
+        replaced(pack_copy, page_locked=lambda nbytes: counter.pin(torch.empty(nbytes, dtype=torch.uint8))),
+        replaced(torch, tensor=counter.filling(tensor)),
+        replaced(Tensor, new_tensor=counter.filling(new_tensor), pin_memory=lambda values, *_: counter.pin(values)),
+        counter,
+    ):
+        yield
 
 
 def count_waits(job: Job) -> Waits:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Optional
 from dit.errors import EXIT_OK, ConfigError, NotFiniteError, one_line_errors
 from dit.terminal import echo
 from launch import cli, config_file, environment
+from launch.argument_types import at_least_one
 from launch.train import resolve
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--factory", default="letters_dit", help="recipe of a transformer (%(default)s)")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="values of hidden_size")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2])
-    parser.add_argument("--batch", type=int, default=32, help="samples of a step (%(default)s)")
-    parser.add_argument("--steps", type=int, default=150, help="of a run (%(default)s)")
+    parser.add_argument("--batch", type=at_least_one, default=32, help="samples of a step (%(default)s)")
+    parser.add_argument("--steps", type=at_least_one, default=150, help="of a run (%(default)s)")
     parser.add_argument("--warmup", type=int, default=20, help="steps of the warm-up (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
@@ -57,6 +57,36 @@ def folder_to_compare(
             f"{', '.join(members)})"
         )
     return readable[0]
+
+
+def description_to_compare(args: argparse.Namespace, generator: "Generator", name: str, default: str) -> dict[str, Any]:
+    """Return the content of `dataset.json` of a metric's reference data; arguments as of `folder_to_compare`.
+
+    Raises:
+        ConfigError: a minimum is no share, or the data set has another name.
+    """
+    from energon_data.folder import check_dataset
+
+    check_minimums(args)
+    folder = folder_to_compare(args, generator, (name,), name, default)
+    description = check_dataset(folder, "train").description
+    if description.get("name") != name:
+        raise ConfigError(f"{folder} holds no {name}; give those that the model was trained on with --data")
+    return description
+
+
+def check_minimums(args: argparse.Namespace) -> None:
+    """Check that the minimums in the arguments are shares."""
+    for name, share in vars(args).items():
+        if name.startswith("minimum") and share is not None and not 0 <= share <= 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {share} is a share; use a value from 0 to 1, such as 0.9")
+
+
+def below_minimum(minimum: Optional[float], name: str, share: float) -> list[str]:
+    """Return a line if a share is below its minimum; None is no minimum."""
+    if minimum is None or share >= minimum:
+        return []
+    return [f"below the minimum of {100 * minimum:.1f} %: {name}, {100 * share:.1f} %"]
 
 
 def draw_samples(

@@ -20,6 +20,9 @@ ACCELERATOR = torch.device("cuda")
 SUBSTITUTE = torch.device("cpu")
 """Device of a process without CUDA; counters of waits replace it by the meta device."""
 
+CACHE_BYTES = 256 << 20
+"""More than the caches of any device."""
+
 PEAK_FLOPS = {
     "H100 PCIE": 756e12,
     "H100 NVL": 835e12,
@@ -235,19 +238,16 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 256 << 20) -> list[float]:
+def device_seconds(call: Callable[[], object]) -> float:
     """Measure the GPU seconds of a call, with cold caches and without the time that the host needs to issue it."""
-    flush = torch.empty(cache_bytes, dtype=torch.int8, device=local_device())
-    times = []
-    for _ in range(repeats):
-        flush.zero_()  # overwrites the caches; the host issues the call meanwhile
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        call()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after) / 1e3)
-    return times
+    flush = torch.empty(CACHE_BYTES, dtype=torch.int8, device=local_device())
+    flush.zero_()  # overwrites the caches; the host issues the call meanwhile
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    call()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / 1e3
 
 
 def peak_bytes(call: Callable[[], object]) -> Optional[int]:

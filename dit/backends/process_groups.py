@@ -285,7 +285,8 @@ def raise_together(failure: Optional[BaseException], otherwise: BaseException) -
 
 @patches(
     "torch 2.11-2.14",
-    "torch/distributed: distributed_c10d._world, tensor.debug._clear_sharding_prop_cache",
+    "torch/distributed: distributed_c10d._world, tensor.debug._clear_sharding_prop_cache; "
+    "megatron/core/parallel_state.py: _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
     why="Megatron-Core does not destroy its groups, DTensor's cache outlives them, and torch has no public list",
 )
 def release() -> None:
@@ -299,6 +300,7 @@ def release() -> None:
 
     destroy_graphs()
     parallel_state.destroy_model_parallel()
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # Megatron-Core keeps it, with its threads
     megatron_cpu.forget_groups()
     # DTensor's cache (Megatron-FSDP) identifies meshes by their ranks, even after their groups are destroyed.
     _clear_sharding_prop_cache()

@@ -29,6 +29,7 @@ from dit.errors import BatchError
 from dit.fixed_packs import without_lengths
 from dit.layout import TABLES, SequenceLayout
 from dit.pack_copy import all_layouts, compute_tables, layouts_of
+from dit.patches import replaced
 from dit.settings import TrainingConfig
 from dit.step.forward_step import TrainingForwardStep
 from dit.step.schedule import Logs, Schedule, forward_backward
@@ -124,12 +125,8 @@ def passes(
     forward_step: TrainingForwardStep, packs: Sequence[PackedBatch], wrapped: Sequence[Any], groups: ProcessGroups
 ) -> Logs:
     """Run all passes of a step without the reduction of the gradients; clear main gradients that no pass wrote."""
-    config = wrapped[0].config
-    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
-    try:
+    with replaced(wrapped[0].config, finalize_model_grads_func=None):
         logs = forward_backward(forward_step, iter(packs), wrapped, len(packs), groups)
-    finally:
-        config.finalize_model_grads_func = finalize
     for chunk in wrapped:
         chunk.zero_stale()
     return logs

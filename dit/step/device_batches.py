@@ -161,15 +161,16 @@ class DeviceBatches(Iterator[PackedBatch]):
             return 1 if pack.raw.pixels[i].shape[1] == 1 else grid[0] * patch[0]
         return num_frames(pack.latents_TC[start : start + prod(grid)], grid, *patch)
 
-    def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
+    def latent_size(self) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""
         assert self.largest is not None
         _, h, w = self.largest.grid
-        return self.largest.frames, h * spec.patch_spatial, w * spec.patch_spatial
+        return self.largest.frames, h * self._spec.patch_spatial, w * self._spec.patch_spatial
 
-    def restore_largest(self, metadata: Mapping[str, Any], spec: BatchSpec) -> None:
+    def restore_largest(self, metadata: Mapping[str, Any]) -> None:
         """Restore the size of the largest sample from `latent_size` (T, H, W) and `fps` in a checkpoint's metadata."""
         frames, h, w = metadata["latent_size"]
+        spec = self._spec
         t = frames_to_patch(frames, spec.patch_temporal) // spec.patch_temporal
         grid = t, h // spec.patch_spatial, w // spec.patch_spatial
         self.largest = Largest(prod(grid), grid, metadata.get("fps", DEFAULT_FPS), frames)
@@ -181,7 +182,7 @@ class DeviceBatches(Iterator[PackedBatch]):
             (T, H, W) of its latent, and its frames per second.
         """
         self.largest = max(gather_objects(self.largest))
-        return self.latent_size(self._spec), self.largest.fps
+        return self.latent_size(), self.largest.fps
 
     def share_typical(self) -> tuple[tuple[int, int, int], float]:
         """Return `share_largest` without samples so large that fewer than 1 of `RARE` has their size.

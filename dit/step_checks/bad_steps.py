@@ -32,7 +32,7 @@ from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.step.train_step import Step
 from dit.step_checks.first_bad_tensor import Probe, find_first
-from dit.step_checks.spikes import Bad, NumberGuard
+from dit.step_checks.spikes import PERIOD, Bad, NumberGuard
 
 FOLDER = "bad_steps"
 NUM_NAMES = 8
@@ -94,7 +94,10 @@ class BadSteps:
             first, report = find_first(probe, step.forward_step, batches, step.sums)
         if compiled:
             report["repeats"] = None  # the eager computation rounds differently
-        suspects = find_suspects(step.sums[:-1].sum().item(), keys)
+        is_finite = math.isfinite(step.sums[:-1].sum().item())
+        gathered = gather_objects((is_finite, list(keys)[:NUM_KEYS] if is_finite else list(keys)))
+        of_ranks = {rank: samples for rank, (_, samples) in enumerate(gathered)}
+        suspects = {rank: samples for rank, samples in of_ranks.items() if not gathered[rank][0]}
         self.guard.note_bad(bad.step)
         ends = policy == "stop" or self.guard.too_many()
         where = self._where(bad, report, str(first) if first is not None else None)
@@ -103,7 +106,7 @@ class BadSteps:
             "loss": bad.loss,
             "grad_norm": bad.grad_norm,
             "ranks": sorted(suspects),
-            "samples": {str(rank): samples[:NUM_KEYS] for rank, samples in suspects.items()} or self._all_keys(keys),
+            "samples": {str(rank): samples[:NUM_KEYS] for rank, samples in (suspects or of_ranks).items()},
             "began": where,
         }
         self._write(bad.step, {"step": bad.step, **details, **report})
@@ -113,7 +116,7 @@ class BadSteps:
             self.skipped += policy == "skip"
             return policy
         if policy != "stop":
-            limit = f"{self.guard.max_bad} in {self.guard.within} steps"
+            limit = f"{self.guard.max_bad} in {PERIOD} steps"
             where += f"; more bad steps than training.max_bad_steps allows ({limit})"
         raise NotFiniteError(
             f"step {bad.step}: {bad.reason}; the update was not applied; {where}. {suspicion(suspects)}; "
@@ -136,10 +139,6 @@ class BadSteps:
         log.message(f"step {bad_step}: back to step {self.state.step}; the data of {steps} steps are skipped")
         to_step = self.state.step
         log.incident("rewind", bad_step, to_step=to_step, steps_left_out=steps, last_samples=list(keys)[-NUM_KEYS:])
-
-    def _all_keys(self, keys: Sequence[str]) -> dict[str, list[str]]:
-        """Return the samples of every rank, if the local loss of each rank is finite."""
-        return {str(rank): samples for rank, samples in enumerate(gather_objects(list(keys)[:NUM_KEYS]))}
 
     @staticmethod
     def _where(bad: Bad, report: dict[str, Any], first: str | None) -> str:
@@ -179,9 +178,3 @@ def suspicion(suspects: Mapping[int, Sequence[str]]) -> str:
         f"The loss of rank {ranks} is not finite, on the samples {first_few(keys, NUM_NAMES)}; look at these samples; "
         "if they are valid"
     )
-
-
-def find_suspects(local_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:
-    """Return the ranks whose local loss is not finite, with their samples; every rank calls this and gets all."""
-    samples = gather_objects(None if math.isfinite(local_loss) else list(sample_keys))
-    return {rank: keys for rank, keys in enumerate(samples) if keys is not None}

@@ -55,14 +55,12 @@ class NumberGuard:
 
     Args:
         threshold: a number this many robust standard deviations above the median is a spike; None for no limit.
-        max_bad: more than `max_bad` bad steps within `within` steps are too many.
+        max_bad: more than `max_bad` bad steps within `PERIOD` steps are too many.
     """
 
-    def __init__(
-        self, threshold: Optional[float], max_bad: int, *, window: int = HISTORY, within: int = PERIOD
-    ) -> None:
-        self.threshold, self.max_bad, self.within = threshold, max_bad, within
-        self._histories: dict[str, deque[float]] = {name: deque(maxlen=window) for name in ("loss", "grad_norm")}
+    def __init__(self, threshold: Optional[float], max_bad: int) -> None:
+        self.threshold, self.max_bad = threshold, max_bad
+        self._histories: dict[str, deque[float]] = {name: deque(maxlen=HISTORY) for name in ("loss", "grad_norm")}
         self.bad_steps: list[int] = []
 
     def limits(self) -> Limits:
@@ -96,7 +94,7 @@ class NumberGuard:
             history.clear()
 
     def note_bad(self, step: int) -> None:
-        self.bad_steps = [earlier for earlier in self.bad_steps if earlier > step - self.within] + [step]
+        self.bad_steps = [earlier for earlier in self.bad_steps if earlier > step - PERIOD] + [step]
 
     def too_many(self) -> bool:
         return len(self.bad_steps) > self.max_bad

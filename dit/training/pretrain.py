@@ -295,7 +295,7 @@ class Run:
         report_progress(self.state.wrapped, self.timer, self.phase)
         if resumed:
             with usable(store.root / METADATA_FILE):
-                self.batches.restore_largest(self.checkpointer.resumed_metadata, spec)
+                self.batches.restore_largest(self.checkpointer.resumed_metadata)
                 self.bad_steps.load_state_dict(self.checkpointer.resumed_metadata)
         self.text_encoder = None if config.model.condition("context") is None else config.data.text_encoder()
         vae = config.sampling.vae or config.data.autoencoder()
@@ -471,7 +471,7 @@ class Run:
 
     def summarize(self) -> None:
         """Print the result of the run, and the command that samples from it."""
-        frames = 1 if self.batches.largest is None else self.batches.latent_size(self.spec)[0]
+        frames = 1 if self.batches.largest is None else self.batches.latent_size()[0]
         seconds = time.monotonic() - self.began
         self.log.summarize(self.config, self.state, seconds=seconds, frames=frames, text_encoder=self.text_encoder)
 

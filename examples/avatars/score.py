@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from dit.batch import pixel_values
-from dit.errors import ConfigError
 from dit.sampling.grid import to_bytes
 from examples.avatars.design import SIZE
 from examples.avatars.drawings import ATTRIBUTES, NAME, Avatar, Kind, caption, choose, draw, enlarged
 from examples.avatars.judge import read
-from examples.comparison import decoded, draw_samples, folder_to_compare
+from examples.comparison import below_minimum, decoded, description_to_compare, draw_samples
 from launch import environment
 from launch.argument_types import at_least_one
 from launch.measurement import Measurement, Metric
@@ -100,14 +99,9 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
         DataError: the data set cannot be read.
     """
     from dit.encoders.vae import load_vae
-    from energon_data.folder import check_dataset
 
-    folder = folder_to_compare(
-        args, generator, (NAME,), NAME, "data/avatars_latent" if generator.autoencoder else "data/avatars"
-    )
-    description = check_dataset(folder, "train").description
-    if description.get("name") != NAME:
-        raise ConfigError(f"{folder} holds no avatars; give those that the model was trained on with --data")
+    default = "data/avatars_latent" if generator.autoencoder else "data/avatars"
+    description = description_to_compare(args, generator, NAME, default)
     trained = choose("trained", description["prepared"]["count"])
     requested = {kind: choose(kind, args.avatars or SAMPLES) for kind in get_args(Kind)}
     conditions = encode_prompts(generator, [caption(avatar) for avatars in requested.values() for avatar in avatars])
@@ -127,9 +121,10 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
 def missed(scores: Sequence[Score], minimum: Optional[float]) -> list[str]:
     """Return a line for each kind of new avatars with a smaller share of attributes as requested."""
     return [
-        f"below the minimum of {100 * minimum:.1f} %: attributes of a {score.kind}, {100 * score.attributes:.1f} %"
+        line
         for score in scores
-        if minimum is not None and score.kind != "trained" and score.attributes < minimum
+        if score.kind != "trained"
+        for line in below_minimum(minimum, f"attributes of a {score.kind}", score.attributes)
     ]
 
 

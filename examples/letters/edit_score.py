@@ -16,7 +16,7 @@ from torch import Tensor
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
 from energon_data.media_files import open_picture
-from examples.comparison import draw_samples
+from examples.comparison import check_minimums, draw_samples
 from examples.letters.captions import Style
 from examples.letters.checks import Check, Contrast, ink_share, judge_contrast, slant
 from examples.letters.edits import DEFAULT, INSTRUCTIONS, Drawing, edited, ink_of, instruction, read_drawings
@@ -154,6 +154,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
         ConfigError: the model takes no text, or its pictures are not in colour.
         DataError: the folder of pairs, or the data set of the reader, cannot be read.
     """
+    check_minimums(args)
     folder = Path(args.data or DEFAULT)
     drawings = read_drawings(folder)
     inks = torch.stack([ink_of(open_picture(read_bytes(folder / drawing.file))) for drawing in drawings])

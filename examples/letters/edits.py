@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -27,6 +28,7 @@ from dit.terminal import counted, echo
 from examples.letters.captions import Style
 from examples.letters.fonts import LETTERS, Face, find_faces, held_out_families
 from examples.letters.stills import face_slug, vary
+from launch.argument_types import at_least_one
 
 DEFAULT = "data/letter_pairs"
 SIZE, VARIATIONS, SEED = 16, 12, 0
@@ -172,8 +174,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.letters.edits", description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path(DEFAULT), help="folder to create (%(default)s)")
     parser.add_argument("--fonts", nargs="+", metavar="DIR", help="look for fonts here")
-    parser.add_argument("--size", type=int, default=SIZE, metavar="N", help="side of the pictures (%(default)s)")
-    parser.add_argument("--variations", type=int, default=VARIATIONS, metavar="N", help="of each pair (%(default)s)")
+    count = partial(parser.add_argument, type=at_least_one, metavar="N")
+    count("--size", default=SIZE, help="side of the pictures (%(default)s)")
+    count("--variations", default=VARIATIONS, help="of each pair (%(default)s)")
     args = parser.parse_args(argv)
     echo(write_pairs(args.out, fonts=args.fonts, variations=args.variations, size=args.size))
     return 0

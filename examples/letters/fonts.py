@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CANVAS = 64
 """Side of the square each glyph is drawn on before it is shrunk."""
+MOST_FACES, HELD_OUT = 240, 0.2
+"""Maximal number of faces, and the share of their families that is held out for validation."""
 
 _CLASSES = ("serif", "sans", "mono")
 _NOT_TEXT = re.compile(
@@ -195,7 +197,7 @@ def _has_serifs(glyphs: np.ndarray) -> bool:
     return bool(len(widths) and widths[-3:].max() > 1.5 * widths[len(widths) // 2])
 
 
-def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240) -> FontReport:
+def find_faces(folders: Iterable[str | Path] | None = None) -> FontReport:
     """Load every text font once.
 
     A font is dropped with a reason when it lacks a capital, is named or shaped like a symbol font, cannot be read, or
@@ -203,7 +205,6 @@ def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240)
 
     Args:
         folders: where to look, instead of matplotlib's and the system's folders.
-        limit: maximal number of faces.
 
     Raises:
         DataError: no text font is left.
@@ -216,8 +217,8 @@ def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240)
     reference = _reference()
     files = font_files(folders)
     for path in files:
-        if len(faces) == limit:
-            dropped[str(path)] = f"more than {limit} faces"
+        if len(faces) == MOST_FACES:
+            dropped[str(path)] = f"more than {MOST_FACES} faces"
             continue
         try:
             font = FT2Font(str(path))
@@ -263,13 +264,13 @@ def find_faces(folders: Iterable[str | Path] | None = None, *, limit: int = 240)
     return FontReport(faces, dropped)
 
 
-def held_out_families(faces: list[Face], share: float = 0.2) -> set[str]:
+def held_out_families(faces: list[Face]) -> set[str]:
     """Select the font families that are held out for validation.
 
-    About `share` of the families (at least one) is selected, from one style class after the other, starting with the
+    About `HELD_OUT` of the families (at least one) is selected, from one style class after the other, starting with the
     class with most families, so that both splits have several styles. The only family of a class is not selected.
-    Within a class, the family with most faces is selected that has at most `share` of all faces. The selection is not
-    random: the same fonts give the same split.
+    Within a class, the family with most faces is selected that has at most `HELD_OUT` of all faces. The selection is
+    not random: the same fonts give the same split.
 
     Returns:
         Held-out families; empty if there is only one family.
@@ -284,13 +285,13 @@ def held_out_families(faces: list[Face], share: float = 0.2) -> set[str]:
     order = sorted(_CLASSES, key=lambda c: (-len(by_class[c]), _CLASSES.index(c)))
     # The only family of a class is selected only if no class has two.
     spare = 1 if any(len(by_class[c]) > 1 for c in _CLASSES) else 0
-    while len(held_out) < math.ceil(share * total):
+    while len(held_out) < math.ceil(HELD_OUT * total):
         before = len(held_out)
         for name in order:
             left = {f: n for f, n in by_class[name].items() if f not in held_out}
-            if len(left) <= spare or len(held_out) >= math.ceil(share * total) or total - len(held_out) < 2:
+            if len(left) <= spare or len(held_out) >= math.ceil(HELD_OUT * total) or total - len(held_out) < 2:
                 continue
-            small = {f: n for f, n in left.items() if n <= share * len(faces)}
+            small = {f: n for f, n in left.items() if n <= HELD_OUT * len(faces)}
             held_out.add(max(small, key=lambda f: (small[f], f)) if small else min(left, key=lambda f: (left[f], f)))
         if len(held_out) == before:
             break

@@ -121,13 +121,11 @@ def vary(images: Tensor, generator: torch.Generator) -> Tensor:
     return (ink * uniform(0.7, 1.1)[:, None, None, None] * 2 - 1 + noise).clamp(-1, 1)
 
 
-def train_reader(
-    images: Tensor, labels: Tensor, num_classes: int, *, num_steps: int = NUM_STEPS, seed: int = SEED
-) -> nn.Module:
-    """Train a network on real letters; the same data and seed give the same network on one machine."""
-    generator = torch.Generator().manual_seed(seed)
+def train_reader(images: Tensor, labels: Tensor, num_classes: int, *, num_steps: int = NUM_STEPS) -> nn.Module:
+    """Train a network on real letters; the same data give the same network on one machine."""
+    generator = torch.Generator().manual_seed(SEED)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         network = LetterNetwork(num_classes).train()
         optimizer = torch.optim.AdamW(network.parameters(), lr=PEAK_LR, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=num_steps)

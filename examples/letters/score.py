@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dit.condition_table import LABEL
 from dit.errors import ConfigError
-from examples.comparison import draw_samples, folder_to_compare
+from examples.comparison import below_minimum, check_minimums, draw_samples, folder_to_compare
 from examples.letters.checks import Check, Contrast, contrasts, judge_contrast, judge_motion
 from examples.letters.reader import LetterReader, load_reader
 from launch import environment
@@ -163,10 +163,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     Raises:
         ConfigError: the model does not generate the letters of the classifier.
     """
-    for name in ("minimum", "minimum_style", "minimum_motion"):
-        share = getattr(args, name)
-        if share is not None and not 0 <= share <= 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {share} is a share; use a value from 0 to 1, such as 0.9")
+    check_minimums(args)
     folder = data_folder(args, generator)
     reader = load_reader(folder)
     judge = _judge_classes if generator.config.model.condition("label") else _judge_texts
@@ -289,14 +286,10 @@ def _write_grid(
 
 def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
     """Return the measurements below their minimum, one line each."""
-    shares = [("letters read correctly", result.accuracy, args.minimum)]
     minimums = {kind: getattr(args, f"minimum_{kind}") for kind in ("style", "motion", "family")}
-    shares += [(check.name, check.share, minimums.get(check.kind)) for check in result.checks]
-    lines = [
-        f"below the minimum of {100 * minimum:.1f} %: {name}, {100 * share:.1f} %"
-        for name, share, minimum in shares
-        if minimum is not None and share < minimum
-    ]
+    lines = below_minimum(args.minimum, "letters read correctly", result.accuracy)
+    for check in result.checks:
+        lines += below_minimum(minimums.get(check.kind), check.name, check.share)
     kinds = {check.kind for check in result.checks}
     lines += [f"no {kind} was measured" for kind in minimums if minimums[kind] is not None and kind not in kinds]
     return lines

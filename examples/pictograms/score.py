@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dit.batch import pixel_values
 from dit.errors import ConfigError
 from energon_data.media_files import pixels_of
-from examples.comparison import decoded, draw_samples, folder_to_compare
+from examples.comparison import below_minimum, decoded, description_to_compare, draw_samples
 from examples.pictograms.drawings import NAME, Pictogram, draw
 from launch import environment
 from launch.measurement import Measurement, Metric
@@ -139,12 +139,7 @@ class PictogramScore:
 
     def missed(self, minimum: Optional[float]) -> list[str]:
         """Return a line if the requested drawing is among the 20 nearest for a smaller share of the samples."""
-        share = self.samples.first_20
-        if minimum is None or share >= minimum:
-            return []
-        return [
-            f"below the minimum of {100 * minimum:.1f} %: requested drawing among the 20 nearest, {100 * share:.1f} %"
-        ]
+        return below_minimum(minimum, "requested drawing among the 20 nearest", self.samples.first_20)
 
     def lines(self) -> list[str]:
         lines = [
@@ -170,12 +165,8 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
         DataError: the data set cannot be read.
     """
     from dit.encoders.vae import load_vae
-    from energon_data.folder import check_dataset
 
-    folder = folder_to_compare(args, generator, (NAME,), "pictograms", "data/pictograms_latent")
-    description = check_dataset(folder, "train").description
-    if description.get("name") != NAME:
-        raise ConfigError(f"{folder} holds no pictograms; give those that the model was trained on with --data")
+    description = description_to_compare(args, generator, NAME, "data/pictograms_latent")
     if not description.get("text_encoder"):
         raise ConfigError("pictograms are requested by text: prepare the data with --text-encoder")
     known = [Pictogram(**entry) for entry in description["pictograms"]]

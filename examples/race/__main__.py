@@ -27,6 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Optional
 
+from benchmarks.commands import python_command
 from benchmarks.step import revision, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, DataError, one_line_errors
@@ -35,6 +36,7 @@ from dit.safe_files import parse_json, read_bytes
 from dit.terminal import echo
 from examples.race.record import FOLDER, PAGE, PLOT, TRACKS, Record, differences, page, plot
 from launch import cli, environment
+from launch.argument_types import at_least_one
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--track", choices=TRACKS, default="letters", help="what the model draws (%(default)s)")
     parser.add_argument("--factory", help="recipe (default: that of the track)")
     parser.add_argument("--ranks", type=int, choices=range(1, CORES + 1), default=CORES, help="processes (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds that are trained (%(default)s)")
+    parser.add_argument("--seeds", type=at_least_one, default=SEEDS, help="seeds that are trained (%(default)s)")
     parser.add_argument("--change", default="", help="change since the last record, for the table")
     parser.add_argument("--check", type=Path, metavar="RECORD.json", help="repeat a record and compare")
     parser.add_argument("--any-revision", action="store_true", help="check with the code of this revision")
@@ -69,9 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def command_of(factory: str, overrides: Sequence[str], ranks: int, run: Path) -> list[str]:
     """Return the training command."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     words = [*overrides, f"training.run_dir={run}", "checkpoint.resume=never"]
-    return [sys.executable, "-m", *launcher, "launch.train", "--yes", "--factory", factory, *words]
+    return python_command("launch.train", ranks, ["--yes", "--factory", factory, *words])
 
 
 def trained(command: Sequence[str], log: Path) -> tuple[float, float]:

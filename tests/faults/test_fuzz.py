@@ -10,12 +10,15 @@ import random
 import re
 import shutil
 import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dit.verify.ranks import FORKS
 from tests.faults import fuzz, fuzz_checkpoints, fuzz_overrides, fuzz_shards
 from tests.faults.damage import DAMAGES, OF_CHECKPOINTS
 from tests.integration import actions, runs
@@ -37,9 +40,16 @@ DIRECTED = [*((file, "flip") for file in FILES), *((FILES[0], damage) for damage
 """Every file, and every damage; tests/unit/checkpoint/test_checkpoint_store.py has more pairs on one rank."""
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[Executor]:
+    """Run cases in a new process, because their commands start worlds, and this process may have one already."""
+    with ProcessPoolExecutor(1, FORKS) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize(("module", "numbers"), rows(RANDOM, lambda module, numbers: numbers.start == 0), ids=str)
-def test_random_input_is_read_unchanged_or_refused_by_name(module: Any, numbers: range) -> None:
-    found = fuzz.failures(module.attempt, fuzz.SEED, numbers)
+def test_random_input_is_read_unchanged_or_refused_by_name(process: Executor, module: Any, numbers: range) -> None:
+    found = process.submit(fuzz.failures, module.attempt, fuzz.SEED, numbers).result()
     assert not found, "\n".join(found)
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from dit.backends import process_groups
 from tests.interpreted import update_worker
 from tests.interpreted.formulas import ULP

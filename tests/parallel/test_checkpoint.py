@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from dit.boxes import Part
 from dit.checkpoint.sharded_state import MIN_SHARE_ELEMENTS, share_of_copy
 from dit.checkpoint.state_files import checkpoint_bytes

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parallel_training import tiny_model
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world, tiny_model
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from energon_data.mock import MockData
 from tests.unit.kernels.attention_cases import AttentionCase

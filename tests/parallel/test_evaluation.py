@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from tests.parallel.evaluation_worker import EACH, LETTERS
 
 WORLDS = (1, 2)

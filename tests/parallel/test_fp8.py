@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from dit.kernels.fp8 import BLOCKS
 from dit.parallel.dims import ParallelConfig
 from dit.verify.compare import FLOOR, FP8_BOUNDS, FP32_FLOOR, HALF_BOUNDS, compare_training, relative_errors

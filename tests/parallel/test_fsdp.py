@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from tests.parallel.fsdp_worker import MICRO_BATCHES
 from tests.support.ranks import others_selected, rows, selected
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from dit.settings import TrainingConfig
 from tests.support.ranks import others_selected, rows, selected
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from dit.models.lora_config import LoRAConfig
 from dit.parallel.dims import ParallelConfig
 from tests.support.ranks import rows, selected

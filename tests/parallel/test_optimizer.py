@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from dit.optimizer.schedules import TorchOneCycle
 from tests.parallel.test_fsdp import assert_close
 from tests.support.ranks import others_selected, rows, selected

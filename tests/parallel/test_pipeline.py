@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.parallel_training import tiny_model
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world, tiny_model
 from dit.models.lora_config import LoRAConfig
 from dit.objectives.edm import EDM
 from dit.objectives.losses import UncertaintyWeighting

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 from dit.planner.trace import trace
 from tests.parallel.trace_worker import job
 

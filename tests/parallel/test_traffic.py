@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.parallel_world import run_world
+from benchmarks.parallel_training import run_world
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STEPS = {

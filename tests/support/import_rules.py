@@ -131,7 +131,7 @@ MAY_IMPORT = {
     "dit.step": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.layout", "dit.conditions", "dit.condition_table"),
         *("dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.backends", "dit.models"),
-        *("dit.parallel", "dit.optimizer", "dit.monitoring", "dit.pack_copy", "dit.fixed_packs"),
+        *("dit.parallel", "dit.optimizer", "dit.monitoring", "dit.pack_copy", "dit.fixed_packs", "dit.patches"),
     },
     "dit.step_checks": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),
@@ -196,7 +196,7 @@ EXCEPTIONS = [
 HEAVY_HOMES = {
     "transformer_engine": ("dit/backends/", "dit/kernels/"),
     "flash_attn": ("dit/kernels/",),
-    "triton": ("dit/kernels/", "benchmarks/ahead_of_time.py"),
+    "triton": ("dit/kernels/",),
     "megatron.core": (
         *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
         *("dit/step/", "dit/planner/", "dit/tracing/"),

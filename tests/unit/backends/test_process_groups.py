@@ -3,12 +3,16 @@
 import os
 import signal
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from dit.backends import process_groups
 from dit.backends.process_groups import world_size_from_environment
 from dit.errors import ConfigError
+from dit.parallel.dims import ParallelConfig
 from dit.verify.ranks import FORKS, free_port
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
@@ -95,3 +99,18 @@ def set_environment(environ, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+
+
+def left_after_groups() -> tuple[list[str], int]:
+    """Return Megatron-Core's groups after all are destroyed, and the number of their threads."""
+    threads = len(os.listdir("/proc/self/task"))
+    os.environ["DIT_DEVICE"] = "cpu"
+    process_groups.initialize(ParallelConfig())
+    process_groups.destroy()
+    groups = [name for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)]
+    return groups, len(os.listdir("/proc/self/task")) - threads
+
+
+def test_destroyed_groups_leave_no_group_and_no_thread() -> None:
+    with ProcessPoolExecutor(1, FORKS) as pool:
+        assert pool.submit(left_after_groups).result() == ([], 0)

@@ -116,3 +116,13 @@ def test_rows_of_a_stage_survive_a_failed_command(tmp_path: Path, monkeypatch: p
     assert "| hangs | - | >= 2 |  | not measured |" in out
     assert "| works | 3 | >= 2 |  | pass |" in out
     assert json.loads((tmp_path / "values" / "fails.jsonl").read_text()) == {"value": 1}
+
+
+def test_an_interrupted_stage_stops_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The command interrupts the stage, as Ctrl-C does, and would then run for a minute."""
+    program = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    (tmp_path / "runs.py").write_text(f"import os, sys; print(os.getpid(), flush=True); {program}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        gpu_stages.run_command(Command("runs", ("runs",)), "values", tmp_path, 60.0, dry=False)
+    assert not psutil.pid_exists(int((tmp_path / "values" / "runs.log").read_text()))

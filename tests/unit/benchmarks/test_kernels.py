@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import kernels
 from benchmarks.kernels import Traffic, counted
-from benchmarks.sweep import read_rows
+from benchmarks.rows import read_rows
 from dit.errors import EXIT_OK
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
@@ -32,7 +32,7 @@ def test_bytes_of_update_and_noise_equal_those_of_their_tensors(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100])
 def test_every_fused_operation_reads_and_writes_and_is_compiled_without_spills(capability: int):
-    from benchmarks.ahead_of_time import record_launches
+    from tests.support.ahead_of_time import record_launches
 
     cases = kernels.cases(CPU)
     assert len(cases) >= 16

@@ -55,7 +55,7 @@ def test_a_row_of_a_known_device_has_a_plan_on_its_page(tmp_path, monkeypatch):
     """The measurement is a stand-in. On a CPU, or after an error, the row has no plan."""
     record = json.dumps(MEASURED)
     code = f"import sys; open(sys.argv[sys.argv.index('--out') + 1], 'w').write({record!r} + chr(10))"
-    monkeypatch.setattr(sweep, "command_of", lambda words, ranks: [sys.executable, "-c", code, *words])
+    monkeypatch.setattr(sweep, "python_command", lambda _, __, words: [sys.executable, "-c", code, *words])
     (tmp_path / "cells").mkdir()
     words = ["--factory", "tiny_dit", "--shape", SHAPE, "--layouts", "ddp", "--out", str(tmp_path), *SIZES]
     assert sweep.main(words) == EXIT_OK

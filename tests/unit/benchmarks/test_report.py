@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import report
+from benchmarks.rows import markdown
 from dit.errors import EXIT_CONFIG, EXIT_OK
 from recipes import registry
 
@@ -46,7 +47,7 @@ def test_measured_rows_have_the_published_rate_and_the_plan(tmp_path, capsys):
     refused = {"recipe": "tiny_dit", "layout": "pp4", "status": "refused", "ranks": 2, "device": "CPU"}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in (row, refused)))
-    text = "\n".join(report.table(["x"], [report.our_row(line) for line in (row, refused)]))
+    text = markdown(["x"], [report.our_row(line) for line in (row, refused)])
     assert "| own | training.recompute=full | 16 x NVIDIA H200 | ok | 500.0 | 450.0 | 0.90 | 12,565 | 1.25 |" in text
     assert "| - | - | - | 45.0% |" in text
     assert "| tiny_dit | pp4 | - | 2 x CPU | refused | - |" in text

@@ -49,11 +49,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Record the arguments of the cells that were started."""
     found: list[list[str]] = []
 
-    def command(words: list[str], ranks: int) -> list[str]:
+    def command(module: str, ranks: int, words: list[str]) -> list[str]:
         found.append(words)
         return [sys.executable, "-c", ENDS, *words]
 
-    monkeypatch.setattr(sweep, "command_of", command)
+    monkeypatch.setattr(sweep, "python_command", command)
     return found
 
 
@@ -184,7 +184,7 @@ def test_a_stopped_sweep_stops_the_processes_of_its_cell(tmp_path, monkeypatch, 
     text = (
         f"import os, signal, time; print(os.getpid(), flush=True); os.kill(os.getppid(), signal.{name}); time.sleep(60)"
     )
-    monkeypatch.setattr(sweep, "command_of", lambda words, ranks: [sys.executable, "-c", text])
+    monkeypatch.setattr(sweep, "python_command", lambda _, __, words: [sys.executable, "-c", text])
     previous = signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         assert run(tmp_path, "--layouts", "ddp") == EXIT_INTERRUPTED

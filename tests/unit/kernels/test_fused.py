@@ -179,7 +179,7 @@ REGISTERS = 65536
 )
 def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, capability: int):
     """Enough registers are left for the occupancy that the kernel needs."""
-    from benchmarks.ahead_of_time import compiled
+    from tests.support.ahead_of_time import compiled
 
     kernel, types, flags, warps, programs = CASES[case]
     module, name = kernel.split(".")
@@ -210,8 +210,8 @@ def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, 
 )
 def test_rows_copied_in_advance_fit_into_the_shared_memory_of_the_device(monkeypatch, capability, kib, size, rows):
     """In fp32, the widest rows; Triton refuses a kernel that needs more than the device has."""
-    from benchmarks.ahead_of_time import compiled
     from dit.kernels.fused.gpu import residual_norm as gpu
+    from tests.support.ahead_of_time import compiled
 
     utils = SimpleNamespace(get_device_properties=lambda index: {0: {"max_shared_mem": kib * 1024}}[index])
     monkeypatch.setattr(gpu, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
@@ -229,9 +229,9 @@ def test_rows_copied_in_advance_fit_into_the_shared_memory_of_the_device(monkeyp
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
     """Gradients in fp32 are added by torch, also in one kernel."""
-    from benchmarks.ahead_of_time import record_launches
     from dit.kernels.fused.gpu.gradients import CHUNK
     from dit.kernels.fused.gradients import add_gradients
+    from tests.support.ahead_of_time import record_launches
 
     sizes = (8, CHUNK, CHUNK + 8)
     with record_launches() as launches, CallCounter() as calls:
@@ -248,8 +248,8 @@ def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
 
 def launches_of(lengths, side):
     """Return the launches of every fused kernel of a layer for a pack, and of a group norm for a picture."""
-    from benchmarks.ahead_of_time import record_launches
     from dit.kernels.fused.noise import mix
+    from tests.support.ahead_of_time import record_launches
 
     layout, kernels = SequenceLayout.from_lengths(lengths), fused()
     T, S, D = layout.total_tokens, layout.num_samples, 64

@@ -137,5 +137,5 @@ def test_a_preview_has_the_size_of_the_largest_samples_that_are_not_rare(monkeyp
     assert preview_of(one) == ((8, 8, 8), 8.0)
     assert preview_of(one, nine) == preview_of(nine, one) == preview_of(nine) == ((32, 8, 8), 24.0)
     resumed = DeviceBatches(iter([]), torch.device("cpu"), spec, lambda batch: 0)
-    resumed.restore_largest({"latent_size": [8, 8, 8], "fps": 8.0}, spec)
+    resumed.restore_largest({"latent_size": [8, 8, 8], "fps": 8.0})
     assert preview_of(resumed) == ((8, 8, 8), 8.0), "a preview that was due when the previous attempt ended"

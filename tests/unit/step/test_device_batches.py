@@ -55,10 +55,10 @@ def test_a_patch_of_equal_frames_is_a_still_and_smaller_than_a_clip(frames: list
     batches = DeviceBatches(packs, torch.device("cpu"), spec, lambda batch: 7)
     for _ in frames:
         next(batches)
-    assert batches.latent_size(spec) == (max(frames), 16, 16)
-    batches.restore_largest({"latent_size": [1, 8, 8]}, spec)
+    assert batches.latent_size() == (max(frames), 16, 16)
+    batches.restore_largest({"latent_size": [1, 8, 8]})
     assert batches.largest is not None
-    assert (batches.largest.tokens, batches.latent_size(spec)) == (16, (1, 8, 8))
+    assert (batches.largest.tokens, batches.latent_size()) == (16, (1, 8, 8))
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -77,7 +77,7 @@ def test_the_largest_sample_is_found_without_a_read_of_encoded_latents(frames: i
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(PackedBatch, "to", lambda batch, _: batch)
         next(batches)
-    assert batches.latent_size(spec)[0] == (1 if frames == 1 else 2)
+    assert batches.latent_size()[0] == (1 if frames == 1 else 2)
 
 
 def test_a_batch_read_before_the_clock_started_is_not_counted_as_waiting() -> None:

@@ -5,14 +5,15 @@ import math
 
 import pytest
 
+from dit.step_checks import spikes
 from dit.step_checks.bad_steps import suspicion
 from dit.step_checks.spikes import NumberGuard, spike_limit
 
 HISTORY = [float(value) for value in range(1, 18)]  # median 9, median absolute deviation 4
 
 
-def guard(threshold: float | None = 10.0, window: int = 16, max_bad: int = 2, within: int = 10) -> NumberGuard:
-    return NumberGuard(threshold, max_bad, window=window, within=within)
+def guard(threshold: float | None = 10.0) -> NumberGuard:
+    return NumberGuard(threshold, max_bad=2)
 
 
 def fed(judge: NumberGuard, count: int = 16) -> NumberGuard:
@@ -55,14 +56,14 @@ def test_only_applied_steps_enter_the_history_of_the_window():
         assert judge.judge(step, 1e3, 5.0) is not None
     assert judge.judge(1017, -1e3, 0.0) is None
     assert judge.judge(1018, 1.0, 5.0) is None
-    for step in range(16):
+    for step in range(spikes.HISTORY):
         assert judge.judge(2000 + step, 1.0, 5.0) is None
     assert judge.judge(3000, 1.2, 5.0) is not None, "of the window all are 1"
 
 
 def test_too_many_bad_steps_within_the_window_are_an_error():
-    judge = guard(max_bad=2, within=10)
-    for step, many in [(1, False), (5, False), (11, False), (15, False), (16, True), (30, False)]:
+    judge = guard()
+    for step, many in [(1, False), (50, False), (110, False), (150, False), (160, True), (300, False)]:
         judge.note_bad(step)
         assert judge.too_many() is many, step
 

@@ -68,11 +68,11 @@ def saved_sizes(case: dict[str, Any]) -> list[list[Any]]:
     run = tiny_run(folder, groups, *SHAPES)
     for _ in range(2):
         run.step(torch.zeros(2))
-    before = run.batches.latent_size(run.spec)
+    before = run.batches.latent_size()
     run.save()
     run.saves.finish()
     [metadata] = folder.glob(f"checkpoints/*/{METADATA_FILE}")
-    sizes = [before, run.batches.latent_size(run.spec), tuple(json.loads(metadata.read_text())["latent_size"])]
+    sizes = [before, run.batches.latent_size(), tuple(json.loads(metadata.read_text())["latent_size"])]
     run.close()
     return process_groups.gather_objects(sizes)
 

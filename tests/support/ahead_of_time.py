@@ -4,7 +4,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from dit.patches import replaced
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "int32": "*i32", "int64": "*i64"}
@@ -154,7 +156,6 @@ class Launch:
 def record_launches() -> Iterator[list[Launch]]:
     """Record launches instead of running them, for tensors on any device; outputs are not written."""
     launches: list[Launch] = []
-    original: Callable[..., Any] = JITFunction.run
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         num_warps, maxnreg = options.pop("num_warps", 4), options.pop("maxnreg", None)
@@ -167,11 +168,8 @@ def record_launches() -> Iterator[list[Launch]]:
         sizes = {name: value for name, value in values.items() if isinstance(value, int) and name not in flags}
         launches.append(Launch(kernel, programs, num_warps, types, flags, maxnreg, sizes))
 
-    JITFunction.run = run
-    try:
+    with replaced(JITFunction, run=run):
         yield launches
-    finally:
-        JITFunction.run = original
 
 
 def _kind(value: Any) -> Optional[str]:
