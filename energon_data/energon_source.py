@@ -18,7 +18,7 @@ from dit.errors import DataError, UserError
 from dit.patches import patches
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.state_codec import from_plain, to_plain
-from energon_data.streams import Position, StreamItem, check_settings_changed, read_up_to
+from energon_data.streams import Position, Source, StreamItem, check_settings_changed, read_up_to
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions, worker_config
 
 _DATA_ERRORS = (OSError, EOFError, ValueError, tarfile.TarError, struct.error)
@@ -98,7 +98,7 @@ def _with_unselected(state: Any) -> Any:
     return state
 
 
-class EnergonSource:
+class EnergonSource(Source):
     """A training stream.
 
     Args:

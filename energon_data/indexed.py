@@ -221,7 +221,7 @@ def _array(value: Tensor | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(value) if value.ndim else value  # torch takes no negative strides
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """One global stream of `Samples`.
 
     Args:
@@ -345,9 +345,6 @@ class IndexedSource:
 
     def load(self, state: dict[str, Any]) -> None:
         self._taken, self._skipped = state["taken"], frozenset(state.get("skipped", ()))
-
-    def close(self) -> None:
-        """Do nothing; there are no files."""
 
 
 @lru_cache(maxsize=4)

@@ -21,7 +21,7 @@ from dit.patchify import Grid, frames_to_patch, grid_positions
 from dit.ranges import COUNT, PATCHES
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
-from energon_data.streams import Position, StreamItem, StreamSettings
+from energon_data.streams import Position, Source, StreamItem, StreamSettings
 
 _CACHED = 64
 """A data set of at most this many samples is cached, so that benchmarks do not time its generation."""
@@ -122,7 +122,7 @@ class MockData(StreamSettings):
         return {}
 
 
-class MockSource:
+class MockSource(Source):
     """One global stream of synthetic samples; sample `k` of stream `s` is number `k * num_streams + s`.
 
     Args:
@@ -237,18 +237,12 @@ class MockSource:
     def state(self) -> Position:
         return Position({"taken": self._taken, "seed": self._seed})
 
-    def adapt(self, position: Position) -> Position:
-        return position
-
     def load(self, state: dict[str, Any]) -> None:
         if state["seed"] != self._seed:
             raise DataError(
                 f"the data state was made with seed {state['seed']}, this run has {self._seed}; set it back"
             )
         self._taken = state["taken"]
-
-    def close(self) -> None:
-        """Do nothing; there are no workers."""
 
 
 def with_references(batch: PackedBatch) -> PackedBatch:

@@ -18,12 +18,12 @@ larger than the data, copies of a sample have different numbers, and therefore d
 import logging
 import math
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -241,22 +241,27 @@ class Position(NamedTuple):
     offset: int = 0
 
 
-class Source(Protocol):
+class Source(ABC):
     """One global stream."""
 
+    @abstractmethod
     def next(self) -> StreamItem:
         """Return the next item; do not call after a failure."""
 
+    @abstractmethod
     def state(self) -> Position:
         """Return the position after the last item."""
 
     def adapt(self, position: Position) -> Position:
         """Convert a position that was saved with other grouping settings; the next sample does not change."""
+        return position
 
+    @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the state of a position; call before the first `next`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027, for sources without files and workers
+        """Close files and stop workers."""
 
 
 def check_settings_changed(saved: Mapping[str, Any], settings: Mapping[str, Any], may_change: set[str]) -> bool:

@@ -41,7 +41,7 @@ PRELOAD = ["energon_data.workers.preload"]
 WORKERS.set_forkserver_preload(PRELOAD)
 
 
-class BackgroundSource:
+class BackgroundSource(Source):
     """A stream that a worker process reads.
 
     The fork server starts immediately, because its imports take seconds; the worker starts at the first `next`. It
