@@ -18,7 +18,7 @@ from dit.errors import ConfigError, DataError
 from dit.layout import CLEAN
 from dit.levels import reference_positions, with_levels
 from dit.patchify import Grid, frames_to_patch, grid_positions
-from dit.ranges import COUNT, PATCHES
+from dit.ranges import COUNT, PATCHES, ranged
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
 from energon_data.streams import Position, Source, StreamItem, StreamSettings
@@ -42,13 +42,13 @@ class MockData(StreamSettings):
         validation_samples: held-out samples of one pass, divided over a blend by size; None for the full split.
     """
 
-    frames: int = 1
-    height: int = 16
-    width: int = 16
+    frames: int = ranged(1, PATCHES)
+    height: int = ranged(16, PATCHES)
+    width: int = ranged(16, PATCHES)
     shapes: Optional[list[str]] = None
-    text_tokens: int = 16
-    dataset_size: Optional[int] = None
-    validation_samples: int = 32
+    text_tokens: int = ranged(16, COUNT)
+    dataset_size: Optional[int] = ranged(None, COUNT)
+    validation_samples: int = ranged(32, COUNT)
 
     def sizes(self) -> list[tuple[int, int, int]]:
         if self.shapes is None:
@@ -71,8 +71,7 @@ class MockData(StreamSettings):
         return together and len(set(self.sizes())) > 1
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        counts = dict.fromkeys(("text_tokens", "dataset_size", "validation_samples"), COUNT)
-        self.check_streams(micro_batches_per_step, frames=PATCHES, height=PATCHES, width=PATCHES, **counts)
+        self.check_streams(micro_batches_per_step)
         for t, h, w in self.sizes():
             if t * h * w not in COUNT:
                 raise ConfigError(

@@ -31,7 +31,7 @@ from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig, SampleCounts
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
-from dit.ranges import COUNT, RANKS, SHARE, Range, check_ranges, check_unused
+from dit.ranges import COUNT, RANKS, SHARE, check_ranges, check_unused, ranged
 from energon_data.frame_levels import FrameLevels
 from energon_data.packing import padded_length
 from energon_data.skip_log import SKIP_FILE, Skip, SkipLog
@@ -53,12 +53,12 @@ class StreamSettings(DataConfig):
         inpaint: share of other samples with only a random region noised.
     """
 
-    num_streams: Optional[int] = None
-    max_tokens_per_pack: Optional[int] = None
-    pack_multiple_of: int = 16
-    clean_first_frame: float = 0.0
-    frame_levels: float = 0.0
-    inpaint: float = 0.0
+    num_streams: Optional[int] = ranged(None, RANKS)
+    max_tokens_per_pack: Optional[int] = ranged(None, COUNT)
+    pack_multiple_of: int = ranged(16, COUNT)
+    clean_first_frame: float = ranged(0.0, SHARE)
+    frame_levels: float = ranged(0.0, SHARE)
+    inpaint: float = ranged(0.0, SHARE)
 
     def pack_maxima(self) -> Optional[PackMaxima]:
         if self.max_tokens_per_pack is None:
@@ -75,13 +75,11 @@ class StreamSettings(DataConfig):
 
     def levels_setting(self) -> Optional[str]:
         names = ("clean_first_frame", "frame_levels", "inpaint")
-        check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
 
-    def check_streams(self, micro_batches_per_step: int, **ranges: Range) -> None:
+    def check_streams(self, micro_batches_per_step: int) -> None:
         """Check ranges of settings, and that the streams divide the micro-batches of a step."""
-        usual = {"num_streams": RANKS, "max_tokens_per_pack": COUNT, "pack_multiple_of": COUNT}
-        check_ranges("data", self, usual | ranges)
+        check_ranges("data", self)
         check_streams(self.num_streams, micro_batches_per_step)
 
     def check_packs(self, spec: BatchSpec) -> None:
