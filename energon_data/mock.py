@@ -17,7 +17,7 @@ from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError, DataError
 from dit.layout import CLEAN
 from dit.levels import reference_positions, with_levels
-from dit.patchify import Grid, frames_to_patch, grid_positions
+from dit.patchify import frames_to_patch, grid_of, grid_positions
 from dit.ranges import COUNT, PATCHES, ranged
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
@@ -97,7 +97,7 @@ class MockData(StreamSettings):
 
     def selection_length(self, size: tuple[int, int, int], spec: BatchSpec) -> int:
         """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""
-        return padded_length(math.prod(_grid(size, spec)), self.pack_multiple_of)
+        return padded_length(math.prod(grid_of(*size, *spec.patch)), self.pack_multiple_of)
 
     @property
     def origin(self) -> str:
@@ -213,7 +213,7 @@ class MockSource(Source):
             metadata={},
             conditions=conditions,
             id=address,
-            grid=_grid(size, spec),
+            grid=grid_of(*size, *spec.patch),
         )
 
     def _draw(self, condition: Condition, size: tuple[int, int, int], generator: torch.Generator) -> Value:
@@ -226,7 +226,7 @@ class MockSource(Source):
             length = int(torch.randint((most + 1) // 2, most + 1, (), generator=generator))
             return torch.randn(length, *shape, generator=generator)
         if condition.is_per_token:
-            sides = size if condition.axis == "latent" else _grid(size, self._spec)
+            sides = size if condition.axis == "latent" else grid_of(*size, *self._spec.patch)
             return torch.randn(*shape, *sides, generator=generator)
         if condition.is_number:
             low, high = _interval(*condition.limits)
@@ -267,13 +267,6 @@ def with_references(batch: PackedBatch) -> PackedBatch:
         reference_grids=tuple(references) if any(references) else (),
         layout=with_levels(batch.layout, segments),
     )
-
-
-def _grid(size: tuple[int, int, int], spec: BatchSpec) -> Grid:
-    """Return (t, h, w) of a latent in patches; an image fills one patch in time."""
-    frames, height, width = size
-    time = frames_to_patch(frames, spec.patch_temporal) // spec.patch_temporal
-    return time, height // spec.patch_spatial, width // spec.patch_spatial
 
 
 def _interval(low: float, high: float) -> tuple[float, float]:

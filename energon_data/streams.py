@@ -31,7 +31,7 @@ from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig, SampleCounts
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
-from dit.ranges import COUNT, RANKS, SHARE, check_ranges, check_unused, ranged
+from dit.ranges import COUNT, RANKS, SHARE, check_ranges, check_unused, divisors, ranged
 from energon_data.frame_levels import FrameLevels
 from energon_data.packing import padded_length
 from energon_data.skip_log import SKIP_FILE, Skip, SkipLog
@@ -299,10 +299,10 @@ def check_streams(num_streams: Optional[int], micro_batches_per_step: int) -> in
     if micro_batches_per_step % n:
         low = micro_batches_per_step // n * n
         counts = " or ".join(str(m) for m in (low, low + n) if m)
-        divisors = [d for d in range(1, micro_batches_per_step + 1) if micro_batches_per_step % d == 0]
+        choices = divisors(micro_batches_per_step)
         raise ConfigError(
             f"a step of {micro_batches_per_step} micro-batches (global_batch_size / micro_batch_size) must be a "
-            f"multiple of data.num_streams={n}; use {counts} micro-batches, or num_streams one of {divisors}"
+            f"multiple of data.num_streams={n}; use {counts} micro-batches, or num_streams one of {choices}"
         )
     return n
 
