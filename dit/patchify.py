@@ -20,6 +20,12 @@ def frames_to_patch(frames: int, patch_temporal: int) -> int:
     return patch_temporal if frames == 1 else frames
 
 
+def grid_of(frames: int, height: int, width: int, patch_temporal: int, patch_spatial: int) -> Grid:
+    """Return (t, h, w) in patches of a latent."""
+    t = frames_to_patch(frames, patch_temporal) // patch_temporal
+    return t, height // patch_spatial, width // patch_spatial
+
+
 def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[Tensor, Grid]:
     """Split a latent into patches, one token each; time is the slowest axis and width the fastest.
 

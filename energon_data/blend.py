@@ -97,7 +97,7 @@ def divide_limit(sizes: Sequence[int], limit: Optional[int]) -> list[Optional[in
     return [end - start for start, end in zip([0, *ends], ends)]
 
 
-class StagedSource:
+class StagedSource(Source):
     """A stream that reads one source after another.
 
     Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dit.errors import DataError
-from dit.patchify import Grid, frames_to_patch
+from dit.patchify import Grid, grid_of
 from dit.safe_files import parse_json, read_bytes
 
 Shape = tuple[int, int, int, int]
@@ -41,12 +41,8 @@ class Contents:
 
     def largest_grids(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
         """Return (t, h, w) in patches of the largest sample, and of each reference that a sample may have."""
-        largest = []
-        for shapes in (self.shapes, *[self.reference_shapes or self.shapes] * self.most_references):
-            _, frames, height, width = max(shapes, key=math.prod)
-            t = frames_to_patch(frames, patch_temporal) // patch_temporal
-            largest.append((t, height // patch_spatial, width // patch_spatial))
-        return largest
+        of_each = self.shapes, *[self.reference_shapes or self.shapes] * self.most_references
+        return [grid_of(*max(shapes, key=math.prod)[1:], patch_temporal, patch_spatial) for shapes in of_each]
 
     @property
     def needs_text_encoder(self) -> bool:

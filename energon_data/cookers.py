@@ -274,13 +274,11 @@ def cook_clip(
     return Clip(
         __key__=sample["__key__"],
         __restore_key__=sample.get("__restore_key__", ()),
-        __sources__=sample.get("__sources__"),
         latent=latent.float(),
         pixel_shape=pixel_shape,
         metadata=metadata,
         parts={name: part for name, part in sample.items() if name.endswith((".npy", ".safetensors"))},
         pixels=pixels,
-        shard=sample.get("__shard__", ""),
         id=sample_id(sample["__key__"]),
         loss_weight=1.0 if weight is None else weight,
         references=read_references(sample, latent, change) if references else [],

@@ -16,7 +16,7 @@ from dit.encoders.text_config import ENTRIES, check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError, first_few
 from dit.patchify import Grid, frames_to_patch
-from dit.ranges import ASPECTS
+from dit.ranges import ASPECTS, COUNT, COUNT_OR_ZERO, FINITE, NOT_NEGATIVE, SHARE, Range, divisors, ranged
 from dit.terminal import counted
 from energon_data.blend import Member, StagedSource, divide_limit, metadataset, read_blend
 from energon_data.contents import Contents, Shape
@@ -80,33 +80,33 @@ class EnergonData(ReaderSettings):
 
     path: str = ""
     blend: Optional[list[dict[str, Any]]] = None
-    blend_steps: Optional[list[int]] = None
-    shuffle_buffer: Optional[int] = None
-    pack_cost_tokens: Optional[int] = None
-    packing_buffer_size: Optional[int] = None
+    blend_steps: Optional[list[int]] = ranged(None, COUNT)
+    shuffle_buffer: Optional[int] = ranged(None, COUNT_OR_ZERO)
+    pack_cost_tokens: Optional[int] = ranged(None, COUNT)
+    packing_buffer_size: Optional[int] = ranged(None, COUNT)
     pad_packs: bool = False
     bucket_by_shape: bool = False
-    max_text_tokens: Optional[int] = 512
-    max_tokens_per_sample: Optional[int] = None
-    min_aesthetic_score: Optional[float] = None
-    min_side: Optional[int] = None
-    max_side: Optional[int] = None
-    max_aspect_ratio: Optional[float] = None
-    min_seconds: Optional[float] = None
-    max_seconds: Optional[float] = None
-    min_caption_length: Optional[int] = None
-    max_caption_length: Optional[int] = None
-    resize_side: Optional[int] = None
-    crop_size: Optional[list[int]] = None
+    max_text_tokens: Optional[int] = ranged(512, COUNT)
+    max_tokens_per_sample: Optional[int] = ranged(None, COUNT)
+    min_aesthetic_score: Optional[float] = ranged(None, FINITE)
+    min_side: Optional[int] = ranged(None, COUNT)
+    max_side: Optional[int] = ranged(None, COUNT)
+    max_aspect_ratio: Optional[float] = ranged(None, Range(1, math.inf, open_high=True))
+    min_seconds: Optional[float] = ranged(None, NOT_NEGATIVE)
+    max_seconds: Optional[float] = ranged(None, NOT_NEGATIVE)
+    min_caption_length: Optional[int] = ranged(None, COUNT_OR_ZERO)
+    max_caption_length: Optional[int] = ranged(None, COUNT_OR_ZERO)
+    resize_side: Optional[int] = ranged(None, COUNT)
+    crop_size: Optional[list[int]] = ranged(None, COUNT)
     random_crop: bool = True
-    flip: float = 0.0
+    flip: float = ranged(0.0, SHARE)
     vary_captions: bool = True
     require_checksums: bool = True
     online_vae: Optional[str] = None
     online_text_encoder: Optional[str] = None
     online_precision: Literal["fp32", "bf16"] = "fp32"
     validation_split: str = "val"
-    validation_samples: Optional[int] = 512
+    validation_samples: Optional[int] = ranged(512, COUNT)
 
     @property
     def longest_text(self) -> Optional[int]:
@@ -191,7 +191,7 @@ class EnergonData(ReaderSettings):
             raise ConfigError(
                 f"{origin} has clips of {first_few([str(n) for n in wrong], 3)} {unit}, which cannot be cut into "
                 f"patches of model.patch_temporal={spec.patch_temporal}; set it to one of "
-                f"{_common_divisors([n for n in frames if n > 1])}, or prepare clips of another length (--frames)"
+                f"{divisors(math.gcd(*[n for n in frames if n > 1]))}, or prepare clips of another length (--frames)"
             )
 
     def _check_sides(self, contents: Contents, spec: BatchSpec, origin: Path) -> None:
@@ -207,7 +207,7 @@ class EnergonData(ReaderSettings):
                 if common % (space * spec.patch_spatial) == 0:
                     cure = ", or use fewer levels"
             elif common % space == 0:  # else no patch fits
-                cure = f", or set model.patch_spatial to one of {_common_divisors([common // space])}"
+                cure = f", or set model.patch_spatial to one of {divisors(common // space)}"
             if self.online_vae is not None:
                 factors += ", times the compression of data.online_vae"
             compression = " times the compression of the autoencoder" if contents.is_latent else ""
@@ -480,8 +480,3 @@ class EnergonData(ReaderSettings):
         if any(value != values[0] for value in values):
             raise DataError(f"the members of {self.origin} differ in {name}: {entries}; {why}")
         return values[0] if values else None
-
-
-def _common_divisors(numbers: list[int]) -> list[int]:
-    common = math.gcd(*numbers)
-    return [n for n in range(1, common + 1) if common % n == 0]

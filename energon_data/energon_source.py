@@ -7,69 +7,54 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Optional
 
-import torch
-from megatron.energon import SavableDataLoader, SavableDataset, get_train_dataset, get_val_dataset
+from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
 from megatron.energon.flavors.base_dataset import FlexState
-from megatron.energon.savable_loader import SavableDataLoaderState
-from megatron.energon.wrappers.base import BaseWrapperDataset
+from megatron.energon.savable_loader import SimpleSavableDatasetWrapper
 
 from dit.data_api import BatchSpec
 from dit.errors import DataError, UserError
 from dit.patches import patches
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.state_codec import from_plain, to_plain
-from energon_data.streams import Position, StreamItem, check_settings_changed, read_up_to
+from energon_data.streams import Position, Source, StreamItem, check_settings_changed, read_up_to
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions, worker_config
 
 _DATA_ERRORS = (OSError, EOFError, ValueError, tarfile.TarError, struct.error)
 _OUTER = "SimpleSavableDatasetWrapper"
+_WRAPPERS = ("WatchdogDataset", "_Deliveries")
+"""Names of wrappers around the state of the data set in a saved position, from outside; kept for its format."""
 
 
-class _Deliveries(BaseWrapperDataset):
-    """Outermost dataset: adds dropped samples to each micro-batch, and returns errors as items."""
-
-    def __init__(self, dataset: SavableDataset, ledger: SkipCounter) -> None:
-        super().__init__(dataset, worker_config=dataset.worker_config)
-        self.ledger = ledger
-
-    def reset_state_own(self) -> None:
-        return
-
-    def len_worker(self, worker_idx: Optional[int] = None) -> int:
-        return self.dataset.len_worker(worker_idx)
-
-    def config(self) -> dict[str, Any]:
-        return self.dataset.config()
-
-    def __iter__(self) -> Iterator[StreamItem]:
-        try:
-            for batch in self.dataset:
-                yield StreamItem(batch, self.ledger.drain())
-        except TooManyDroppedError:
-            yield StreamItem(None, self.ledger.drain(), "too many samples were dropped")
-        except _DATA_ERRORS as error:
-            yield StreamItem(None, self.ledger.drain(), f"{type(error).__name__}: {error}")
-        except Exception:
-            yield StreamItem(None, self.ledger.drain(), traceback.format_exc(), is_bug=True)
+def _items(dataset: SimpleSavableDatasetWrapper, ledger: SkipCounter) -> Iterator[StreamItem]:
+    """Yield each micro-batch with the samples dropped before it; an error becomes the last item."""
+    try:
+        for _, _, batch in dataset:
+            yield StreamItem(batch, ledger.drain())
+    except TooManyDroppedError:
+        yield StreamItem(None, ledger.drain(), "too many samples were dropped")
+    except _DATA_ERRORS as error:
+        yield StreamItem(None, ledger.drain(), f"{type(error).__name__}: {error}")
+    except Exception:
+        yield StreamItem(None, ledger.drain(), traceback.format_exc(), is_bug=True)
 
 
 @patches(
     "megatron-energon 7.4",
-    "megatron/energon/savable_loader.py: SavableDataLoader.pin_memory, generator",
-    why="pinning cannot be disabled; without a generator the base seed changes later draws",
+    "megatron/energon/savable_loader.py: SimpleSavableDatasetWrapper",
+    why="its loader pins memory, and draws a seed from the global generator, which changes later draws",
 )
-def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
-    loader = SavableDataLoader(_Deliveries(dataset, ledger), watchdog_timeout_seconds=None, gc_collect_every_n_steps=0)
-    # Energon enables pinning, which warns without a GPU; `DeviceBatches` moves batches. Without its own generator the
-    # loader would draw its base seed from the global one, which changes later draws.
-    loader.pin_memory = False
-    loader.generator = torch.Generator().manual_seed(0)
-    return loader
-
-
-def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: Any) -> SavableDataset:
+def _opened(
+    get_dataset: Callable[..., SavableDataset],
+    path: str,
+    encoder: DiffusionTaskEncoder,
+    config: WorkerConfig,
+    **options: Any,
+) -> SimpleSavableDatasetWrapper:
+    """Open a data set whose samples an encoder converts to micro-batches."""
+    packed = encoder.options.max_tokens_per_pack is not None
+    options |= {"worker_config": config, "batch_size": None if packed else encoder.spec.micro_batch_size}
     try:
-        return get_dataset(path, **options)
+        dataset = get_dataset(path, task_encoder=encoder, **options)
     except UserError:
         raise
     except Exception as error:
@@ -77,6 +62,7 @@ def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: An
         raise DataError(
             f"Energon cannot open {path}: {why}; compare its .nv-meta with one that `energon prepare` writes"
         ) from error
+    return SimpleSavableDatasetWrapper(dataset, config, cache_pool=None)
 
 
 @patches(
@@ -98,7 +84,7 @@ def _with_unselected(state: Any) -> Any:
     return state
 
 
-class EnergonSource:
+class EnergonSource(Source):
     """A training stream.
 
     Args:
@@ -120,20 +106,18 @@ class EnergonSource:
         budget: int,
         shuffle_buffer: Optional[int],
     ) -> None:
-        ledger = SkipCounter(budget)
         packed = options.max_tokens_per_pack is not None
         self._batch_size = None if packed else spec.micro_batch_size
         self._spec, self._options, self._reopen = spec, options, reopen
-        self._encoder = DiffusionTaskEncoder(spec, options, ledger)
-        dataset = _opened(
+        self._encoder = DiffusionTaskEncoder(spec, options, SkipCounter(budget))
+        self._dataset = _opened(
             get_train_dataset,
             path,
+            self._encoder,
+            worker_config(stream=stream, num_streams=num_streams, seed=seed),
             split_part=split,
-            worker_config=worker_config(stream=stream, num_streams=num_streams, seed=seed),
-            batch_size=self._batch_size,
             shuffle_buffer_size=shuffle_buffer,
             max_samples_per_sequence=None,  # complete shards
-            task_encoder=self._encoder,
         )
         self._settings = {
             "micro_batch_size": self._batch_size,
@@ -146,21 +130,19 @@ class EnergonSource:
             "interleaved": [reader.streams > 1 for reader in self._encoder.readers],
             "seed": seed,
         }
-        self._loader = _loader(dataset, ledger)
         self._iterator: Optional[Iterator[StreamItem]] = None
 
     def next(self) -> StreamItem:
         if self._iterator is None:
-            self._iterator = iter(self._loader)
+            self._iterator = _items(self._dataset, self._encoder.ledger)
         return next(self._iterator, StreamItem(None, [], None))
 
     def state(self) -> Position:
-        saved = self._loader.save_state_rank()
-        assert saved is not None  # None only for workers that have not started, and this loader has no workers
-        (worker,) = saved.worker_states
-        (inner,) = worker["datasets"]
-        state = {"settings": self._settings, "dataset": to_plain(inner), "index": worker["_sample_index"]}
-        return Position(state)
+        saved = self._dataset.save_state()
+        (inner,) = saved["datasets"]
+        for name in reversed(_WRAPPERS):
+            inner = FlexState({"datasets": [inner], "__class__": name})
+        return Position({"settings": self._settings, "dataset": to_plain(inner), "index": saved["_sample_index"]})
 
     def adapt(self, position: Position) -> Position:
         """Convert a position; see `Source.adapt`.
@@ -183,17 +165,16 @@ class EnergonSource:
 
     @patches(
         "megatron-energon 7.4",
-        "megatron/energon/savable_loader.py: SavableDataLoaderState, _get_batch_size, state of "
-        "SimpleSavableDatasetWrapper",
+        "megatron/energon/savable_loader.py: state of SimpleSavableDatasetWrapper",
         why="a position of one stream is restored under another layout",
     )
     def load(self, state: dict[str, Any]) -> None:
-        inner, batch_size = from_plain(state["dataset"]), self._loader._get_batch_size()
-        if inner is not None:
-            worker = FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": state["index"]})
-            self._loader.restore_state_rank(
-                SavableDataLoaderState(worker_states=[worker], next_worker_id=0, micro_batch_size=batch_size)
-            )
+        inner = from_plain(state["dataset"])
+        for _ in _WRAPPERS:
+            (inner,) = inner["datasets"]
+        self._dataset.restore_state(
+            FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": state["index"]})
+        )
 
     def close(self) -> None:
         self._iterator = None
@@ -204,22 +185,13 @@ def validation_pass(
     path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int
 ) -> Iterator[StreamItem]:
     """Read a split, or `max_samples` spread over it, once, and close its shards; it is opened immediately."""
-    ledger = SkipCounter(budget)
-    packed = options.max_tokens_per_pack is not None
-    encoder = DiffusionTaskEncoder(spec, options, ledger)
-    dataset = _opened(
-        get_val_dataset,
-        path,
-        split_part=split,
-        worker_config=worker_config(stream=0, num_streams=1, seed=0),
-        batch_size=None if packed else spec.micro_batch_size,
-        batch_drop_last=False,
-        task_encoder=encoder,
-    )
+    encoder = DiffusionTaskEncoder(spec, options, SkipCounter(budget))
+    config = worker_config(stream=0, num_streams=1, seed=0)
+    dataset = _opened(get_val_dataset, path, encoder, config, split_part=split, batch_drop_last=False)
 
     def read() -> Iterator[StreamItem]:
         try:
-            yield from _loader(dataset, ledger)
+            yield from _items(dataset, encoder.ledger)
         finally:
             encoder.close()
 

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import reprlib
+import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +19,7 @@ from dit.data_api import WITHOUT_HELD_OUT
 from dit.errors import ConfigError, DataError, page_of
 from dit.safe_files import open_binary, read_json, read_yaml
 from energon_data.samples import META_PART, SampleError, unseal
-from energon_data.tar_index import first_samples
+from energon_data.tar_index import read_samples, sample_of
 
 _META = ".nv-meta"
 _PROBED_SHARDS, _PROBED_SAMPLES = 4, 4
@@ -179,9 +180,14 @@ def stored_names(infos: Sequence[SplitInfo]) -> Optional[set[str]]:
     """
     members = []
     for info in infos:
-        samples = [parts for shard in info.shards[:_PROBED_SHARDS] for parts in first_samples(shard, _PROBED_SAMPLES)]
-        if samples:
-            members.append({name for parts in samples for name in _names(parts)})
+        names, is_read = set[str](), False
+        for shard in info.shards[:_PROBED_SHARDS]:
+            for _, data in read_samples([shard], range(_PROBED_SAMPLES)):
+                with suppress(ValueError, tarfile.TarError):
+                    names.update(_names(sample_of(data)[1]))
+                    is_read = True
+        if is_read:
+            members.append(names)
     return set.intersection(*members) if members else None
 
 

@@ -26,7 +26,7 @@ from dit.batch import PackedBatch
 from dit.condition_table import TABLE
 from dit.data_api import WITHOUT_HELD_OUT, BatchSpec
 from dit.errors import ConfigError, DataError
-from dit.ranges import COUNT, COUNT_OR_ZERO
+from dit.ranges import COUNT, COUNT_OR_ZERO, ranged
 from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
 from energon_data.packing import buffer_limit
@@ -69,10 +69,10 @@ class Samples(ReaderSettings):
 
     worker_modules: ClassVar[tuple[str, ...]] = ("dit.training.pretrain",)  # a recipe in a subclass's module imports it
 
-    packing_buffer_size: Optional[int] = None
-    max_text_tokens: Optional[int] = None
+    packing_buffer_size: Optional[int] = ranged(None, COUNT)
+    max_text_tokens: Optional[int] = ranged(None, COUNT)
     same_shape: bool = False
-    validation_samples: int = 0
+    validation_samples: int = ranged(0, COUNT_OR_ZERO)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -92,8 +92,7 @@ class Samples(ReaderSettings):
         return not self.same_shape and (self.max_tokens_per_pack is not None or spec.micro_batch_size > 1)
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        ranges = dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_ZERO)
-        self.check_streams(micro_batches_per_step, packing_buffer_size=COUNT, max_text_tokens=COUNT, **ranges)
+        self.check_streams(micro_batches_per_step)
         self.check_references(spec)
         self.check_packs(spec)
 
@@ -221,7 +220,7 @@ def _array(value: Tensor | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(value) if value.ndim else value  # torch takes no negative strides
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """One global stream of `Samples`.
 
     Args:
@@ -345,9 +344,6 @@ class IndexedSource:
 
     def load(self, state: dict[str, Any]) -> None:
         self._taken, self._skipped = state["taken"], frozenset(state.get("skipped", ()))
-
-    def close(self) -> None:
-        """Do nothing; there are no files."""
 
 
 @lru_cache(maxsize=4)

@@ -17,11 +17,11 @@ from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError, DataError
 from dit.layout import CLEAN
 from dit.levels import reference_positions, with_levels
-from dit.patchify import Grid, frames_to_patch, grid_positions
-from dit.ranges import COUNT, PATCHES
+from dit.patchify import frames_to_patch, grid_of, grid_positions
+from dit.ranges import COUNT, PATCHES, ranged
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
-from energon_data.streams import Position, StreamItem, StreamSettings
+from energon_data.streams import Position, Source, StreamItem, StreamSettings
 
 _CACHED = 64
 """A data set of at most this many samples is cached, so that benchmarks do not time its generation."""
@@ -42,13 +42,13 @@ class MockData(StreamSettings):
         validation_samples: held-out samples of one pass, divided over a blend by size; None for the full split.
     """
 
-    frames: int = 1
-    height: int = 16
-    width: int = 16
+    frames: int = ranged(1, PATCHES)
+    height: int = ranged(16, PATCHES)
+    width: int = ranged(16, PATCHES)
     shapes: Optional[list[str]] = None
-    text_tokens: int = 16
-    dataset_size: Optional[int] = None
-    validation_samples: int = 32
+    text_tokens: int = ranged(16, COUNT)
+    dataset_size: Optional[int] = ranged(None, COUNT)
+    validation_samples: int = ranged(32, COUNT)
 
     def sizes(self) -> list[tuple[int, int, int]]:
         if self.shapes is None:
@@ -71,8 +71,7 @@ class MockData(StreamSettings):
         return together and len(set(self.sizes())) > 1
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        counts = dict.fromkeys(("text_tokens", "dataset_size", "validation_samples"), COUNT)
-        self.check_streams(micro_batches_per_step, frames=PATCHES, height=PATCHES, width=PATCHES, **counts)
+        self.check_streams(micro_batches_per_step)
         for t, h, w in self.sizes():
             if t * h * w not in COUNT:
                 raise ConfigError(
@@ -98,7 +97,7 @@ class MockData(StreamSettings):
 
     def selection_length(self, size: tuple[int, int, int], spec: BatchSpec) -> int:
         """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""
-        return padded_length(math.prod(_grid(size, spec)), self.pack_multiple_of)
+        return padded_length(math.prod(grid_of(*size, *spec.patch)), self.pack_multiple_of)
 
     @property
     def origin(self) -> str:
@@ -122,7 +121,7 @@ class MockData(StreamSettings):
         return {}
 
 
-class MockSource:
+class MockSource(Source):
     """One global stream of synthetic samples; sample `k` of stream `s` is number `k * num_streams + s`.
 
     Args:
@@ -214,7 +213,7 @@ class MockSource:
             metadata={},
             conditions=conditions,
             id=address,
-            grid=_grid(size, spec),
+            grid=grid_of(*size, *spec.patch),
         )
 
     def _draw(self, condition: Condition, size: tuple[int, int, int], generator: torch.Generator) -> Value:
@@ -227,7 +226,7 @@ class MockSource:
             length = int(torch.randint((most + 1) // 2, most + 1, (), generator=generator))
             return torch.randn(length, *shape, generator=generator)
         if condition.is_per_token:
-            sides = size if condition.axis == "latent" else _grid(size, self._spec)
+            sides = size if condition.axis == "latent" else grid_of(*size, *self._spec.patch)
             return torch.randn(*shape, *sides, generator=generator)
         if condition.is_number:
             low, high = _interval(*condition.limits)
@@ -237,18 +236,12 @@ class MockSource:
     def state(self) -> Position:
         return Position({"taken": self._taken, "seed": self._seed})
 
-    def adapt(self, position: Position) -> Position:
-        return position
-
     def load(self, state: dict[str, Any]) -> None:
         if state["seed"] != self._seed:
             raise DataError(
                 f"the data state was made with seed {state['seed']}, this run has {self._seed}; set it back"
             )
         self._taken = state["taken"]
-
-    def close(self) -> None:
-        """Do nothing; there are no workers."""
 
 
 def with_references(batch: PackedBatch) -> PackedBatch:
@@ -274,13 +267,6 @@ def with_references(batch: PackedBatch) -> PackedBatch:
         reference_grids=tuple(references) if any(references) else (),
         layout=with_levels(batch.layout, segments),
     )
-
-
-def _grid(size: tuple[int, int, int], spec: BatchSpec) -> Grid:
-    """Return (t, h, w) of a latent in patches; an image fills one patch in time."""
-    frames, height, width = size
-    time = frames_to_patch(frames, spec.patch_temporal) // spec.patch_temporal
-    return time, height // spec.patch_spatial, width // spec.patch_spatial
 
 
 def _interval(low: float, high: float) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from typing import ClassVar, Optional
 
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
+from dit.ranges import COUNT_OR_ZERO, ranged
 from energon_data.streams import Source, StreamSettings
 
 
@@ -24,7 +25,7 @@ class ReaderSettings(StreamSettings):
     """Modules that the workers' fork server imports, see `BackgroundSource`."""
 
     background: bool = True
-    max_lost_samples: int = 0
+    max_lost_samples: int = ranged(0, COUNT_OR_ZERO)
     references: bool = False
 
     def references_setting(self) -> Optional[str]:

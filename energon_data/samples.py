@@ -50,7 +50,6 @@ class Clip:
 
     __key__: str
     __restore_key__: tuple[str | int, ...]
-    __sources__: Optional[tuple[object, ...]] = None
     latent: Tensor
     pixel_shape: Optional[tuple[int, int, int]] = None
     metadata: dict[str, Any]
@@ -59,7 +58,6 @@ class Clip:
     pixels: Optional[Tensor] = None
     wording: int = 0
     caption: Optional[str] = None
-    shard: str = ""
     id: int = 0
     loss_weight: float = 1.0
     grid: tuple[int, int, int] = (0, 0, 0)

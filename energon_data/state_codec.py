@@ -5,19 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.energon.flavors.base_dataset import FlexState
+from megatron.energon.flavors.webdataset.sample_loader import SliceState
 
 from dit.errors import DataError
 
 _PLAIN = (type(None), bool, int, float, str)
 _TAG = "$"
-
-
-def _classes() -> dict[str, type]:
-    """Return the classes that may be rebuilt, by name: dict, and classes of Energon."""
-    from megatron.energon.flavors.base_dataset import FlexState
-    from megatron.energon.flavors.webdataset.sample_loader import SliceState
-
-    return {"dict": dict, "FlexState": FlexState, "SliceState": SliceState}
+_CLASSES = {"dict": dict, "FlexState": FlexState, "SliceState": SliceState}
+"""Classes that may be rebuilt, by name."""
 
 
 def to_plain(value: Any) -> Any:
@@ -33,7 +29,7 @@ def to_plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(to_plain, value))
     cls = type(value)
-    if _classes().get(cls.__name__) is cls:
+    if _CLASSES.get(cls.__name__) is cls:
         items = value.items() if isinstance(value, dict) else [(f.name, getattr(value, f.name)) for f in fields(value)]
         return {_TAG: cls.__name__, "value": [[to_plain(k), to_plain(v)] for k, v in items]}
     raise DataError(f"the loader state contains a {cls.__module__}.{cls.__name__}, which this version cannot save")
@@ -50,7 +46,7 @@ def from_plain(value: Any) -> Any:
     tag, content = value[_TAG], value["value"]
     if tag == "bytes":
         return bytes(content.to(torch.uint8).numpy())
-    if (cls := _classes().get(tag)) is None:
+    if (cls := _CLASSES.get(tag)) is None:
         raise DataError(f"the loader state names the class {tag!r}, which is not on the list; it is not loaded")
     items = {from_plain(k): from_plain(v) for k, v in content}
     return cls(items) if issubclass(cls, dict) else cls(**items)

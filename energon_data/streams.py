@@ -18,12 +18,12 @@ larger than the data, copies of a sample have different numbers, and therefore d
 import logging
 import math
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -31,7 +31,7 @@ from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig, SampleCounts
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
-from dit.ranges import COUNT, RANKS, SHARE, Range, check_ranges, check_unused
+from dit.ranges import COUNT, RANKS, SHARE, check_ranges, check_unused, divisors, ranged
 from energon_data.frame_levels import FrameLevels
 from energon_data.packing import padded_length
 from energon_data.skip_log import SKIP_FILE, Skip, SkipLog
@@ -53,12 +53,12 @@ class StreamSettings(DataConfig):
         inpaint: share of other samples with only a random region noised.
     """
 
-    num_streams: Optional[int] = None
-    max_tokens_per_pack: Optional[int] = None
-    pack_multiple_of: int = 16
-    clean_first_frame: float = 0.0
-    frame_levels: float = 0.0
-    inpaint: float = 0.0
+    num_streams: Optional[int] = ranged(None, RANKS)
+    max_tokens_per_pack: Optional[int] = ranged(None, COUNT)
+    pack_multiple_of: int = ranged(16, COUNT)
+    clean_first_frame: float = ranged(0.0, SHARE)
+    frame_levels: float = ranged(0.0, SHARE)
+    inpaint: float = ranged(0.0, SHARE)
 
     def pack_maxima(self) -> Optional[PackMaxima]:
         if self.max_tokens_per_pack is None:
@@ -75,13 +75,11 @@ class StreamSettings(DataConfig):
 
     def levels_setting(self) -> Optional[str]:
         names = ("clean_first_frame", "frame_levels", "inpaint")
-        check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
 
-    def check_streams(self, micro_batches_per_step: int, **ranges: Range) -> None:
+    def check_streams(self, micro_batches_per_step: int) -> None:
         """Check ranges of settings, and that the streams divide the micro-batches of a step."""
-        usual = {"num_streams": RANKS, "max_tokens_per_pack": COUNT, "pack_multiple_of": COUNT}
-        check_ranges("data", self, usual | ranges)
+        check_ranges("data", self)
         check_streams(self.num_streams, micro_batches_per_step)
 
     def check_packs(self, spec: BatchSpec) -> None:
@@ -241,22 +239,27 @@ class Position(NamedTuple):
     offset: int = 0
 
 
-class Source(Protocol):
+class Source(ABC):
     """One global stream."""
 
+    @abstractmethod
     def next(self) -> StreamItem:
         """Return the next item; do not call after a failure."""
 
+    @abstractmethod
     def state(self) -> Position:
         """Return the position after the last item."""
 
     def adapt(self, position: Position) -> Position:
         """Convert a position that was saved with other grouping settings; the next sample does not change."""
+        return position
 
+    @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the state of a position; call before the first `next`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027, for sources without files and workers
+        """Close files and stop workers."""
 
 
 def check_settings_changed(saved: Mapping[str, Any], settings: Mapping[str, Any], may_change: set[str]) -> bool:
@@ -296,10 +299,10 @@ def check_streams(num_streams: Optional[int], micro_batches_per_step: int) -> in
     if micro_batches_per_step % n:
         low = micro_batches_per_step // n * n
         counts = " or ".join(str(m) for m in (low, low + n) if m)
-        divisors = [d for d in range(1, micro_batches_per_step + 1) if micro_batches_per_step % d == 0]
+        choices = divisors(micro_batches_per_step)
         raise ConfigError(
             f"a step of {micro_batches_per_step} micro-batches (global_batch_size / micro_batch_size) must be a "
-            f"multiple of data.num_streams={n}; use {counts} micro-batches, or num_streams one of {divisors}"
+            f"multiple of data.num_streams={n}; use {counts} micro-batches, or num_streams one of {choices}"
         )
     return n
 

@@ -9,10 +9,8 @@ import os
 import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -169,14 +167,19 @@ def sample_of(data: bytes | memoryview) -> tuple[str, dict[str, Any]]:
         return group_members([(utf8_name(member.name), read()) for member, read in read_tar(io.BytesIO(data))])
 
 
-def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
-    """Yield the parts of a shard's first samples; skips unreadable samples."""
-    offsets = read_offsets(shard)[: count + 1].tolist()
-    with open_binary(shard) as file:
-        for start, end in pairwise(offsets):
-            file.seek(start)
-            with suppress(ValueError, tarfile.TarError):
-                yield sample_of(file.read(end - start))[1]
+def read_samples(shards: Sequence[Path], indices: Iterable[int]) -> Iterator[tuple[Path, bytes]]:
+    """Yield the shard and the bytes of samples, by ascending index over all shards; ends after the last sample."""
+    remaining, first = iter(indices), 0
+    index = next(remaining, None)
+    for shard in shards:
+        offsets = read_offsets(shard).tolist()
+        with open_binary(shard) as file:
+            while index is not None and index - first < len(offsets) - 1:
+                start, end = offsets[index - first : index - first + 2]
+                file.seek(start)
+                yield shard, file.read(end - start)
+                index = next(remaining, None)
+        first += len(offsets) - 1
 
 
 def spread_order(count: int) -> np.ndarray:
@@ -260,8 +263,6 @@ class SampleReader:
         return key, {name: part if name.endswith(".npy") else bytes(part) for name, part in parts.items()}
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
-        from megatron.energon import SourceInfo
-
         place = interleaved(index, len(self), self.streams) if self._order is None else int(self._order[index])
         number = bisect_right(self._starts, place) - 1
         shard, position = self._shards[number], place - self._starts[number]
@@ -272,16 +273,7 @@ class SampleReader:
             key, parts = f"#{position}", {READ_ERROR: str(error) or type(error).__name__}
         if self._energon.sample_filter is not None and not self._energon.sample_filter(f"{shard.name}/{key}"):
             return None
-        source = SourceInfo(
-            dataset_path=self._energon.base_path, index=index, shard_name=shard.name, file_names=tuple(parts)
-        )
-        return {
-            "__key__": key,
-            "__shard__": shard.name,
-            "__restore_key__": ("Webdataset", index),
-            "__sources__": (source,),
-            **parts,
-        }
+        return {"__key__": key, "__shard__": shard.name, "__restore_key__": ("Webdataset", index), **parts}
 
     def close(self) -> None:
         for descriptor, _ in self._open.values():

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from dit.data_api import sample_id
-from dit.durable_files import write_atomic
+from dit.durable_files import fsync, write_atomic
 from dit.errors import ConfigError, DataError
-from dit.safe_files import open_binary, parse_json, read_bytes
+from dit.safe_files import parse_json, read_bytes
 from energon_data.colours import OTHER_COLOURS, Colours
 from energon_data.latent_scale import Moments
 from energon_data.prepare.shards import (
@@ -249,8 +249,7 @@ def _make_unit(job: Job, number: int, unit: Any) -> UnitRecord:
     for writer in writers.values():
         writer.close()
         for name in writer.shards:
-            with open_binary(job.data / name) as shard:
-                os.fsync(shard.fileno())
+            fsync(job.data / name)
         extra = repeats if writer.split == TRAIN else {}
         record.shards |= {name: facts | extra for name, facts in writer.shards.items()}
     write_atomic(_record_file(job, number), json.dumps(vars(record)))

@@ -9,7 +9,7 @@ A column of pictures has such entries or plain bytes, which `dit.media` decodes.
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,8 @@ import numpy as np
 from dit.command_line import did_you_mean
 from dit.errors import ConfigError, DataError
 from dit.hub import check_reachable
-from energon_data.prepare.build import Raw
 from energon_data.prepare.media import Options
-from energon_data.prepare.preparation import Preparation
+from energon_data.prepare.preparation import Preparation, sources_of
 from energon_data.prepare.sources import (
     CAPTION_NAMES,
     Source,
@@ -111,14 +110,6 @@ def _picture(stored: Any, root: Optional[Path]) -> bytes:
     return read_file(Path(path), root)
 
 
-def _sources(rows: _Rows, unit: Iterable[int]) -> Iterator[Raw]:
-    for number in unit:
-        try:
-            yield rows.source(number)
-        except SampleError as error:
-            yield rows.name(number), error
-
-
 def prepare_huggingface(
     source: str,
     out: Path,
@@ -148,7 +139,7 @@ def prepare_huggingface(
         NAME,
         out,
         options,
-        partial(_sources, rows),
+        partial(sources_of, rows.source, rows.name),
         np.random.default_rng(0).permutation(len(dataset)).tolist(),  # as files of a folder, see `Preparation.of`
         plan={
             "in": source,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -20,6 +21,7 @@ from energon_data.prepare.build import Job, Ranks, Raw, UnitRecord, build, finis
 from energon_data.prepare.folders import Entry, list_folder
 from energon_data.prepare.lists import list_stamp
 from energon_data.prepare.media import MakeSamples, Options
+from energon_data.prepare.sources import Source
 from energon_data.prepare.texts import text_record
 from energon_data.prepare.walk import Skipped, extension_of, seen_file
 from energon_data.samples import SampleError
@@ -33,14 +35,13 @@ EXTENSIONS = {
 }
 
 
-def _sources_of_folder(
-    folder: Path, references: Sequence[Path], follow_links: bool, unit: list[Entry]
-) -> Iterator[Raw]:
+def sources_of(source: Callable[[Any], Source], name: Callable[[Any], str], unit: Iterable[Any]) -> Iterator[Raw]:
+    """Yield the source of each entry, or its name and the error if it has none."""
     for entry in unit:
         try:
-            yield entry.source(folder, follow_links=follow_links, references=references)
+            yield source(entry)
         except SampleError as error:
-            yield entry.name, error
+            yield name(entry), error
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Preparation:
             entries = sorted(entries, key=lambda entry: sample_id(f"order/{entry.name!a}"))
             units, entry = _units_of_equal_repeats(entries, samples_per_shard), "row" if list_file else "file"
             listed = [entry.stamp for entry in entries]
-            read = partial(_sources_of_folder, source, references, follow_links)
+            source_of = partial(Entry.source, folder=source, follow_links=follow_links, references=references)
+            read = partial(sources_of, source_of, attrgetter("name"))
         plan |= {
             "in": str(source.resolve()),
             "labels": labels,

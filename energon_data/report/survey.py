@@ -4,10 +4,9 @@ import math
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from torch import Tensor
@@ -16,7 +15,6 @@ from dit.condition_table import CONTEXT, FPS
 from dit.data_api import BatchSpec, sample_id
 from dit.errors import DataError
 from dit.patchify import frames_to_patch
-from dit.safe_files import open_binary
 from dit.sampling.grid import spread
 from energon_data.decoder import decode_sample
 from energon_data.filters import TOO_LONG
@@ -26,7 +24,7 @@ from energon_data.packing import BUFFERED, buffer_limit, greedy_knapsack, padded
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import LATENT, META_PART, REFERENCE, Clip, SampleError
 from energon_data.skip_log import Skip, SkipCounter
-from energon_data.tar_index import read_offsets, sample_of
+from energon_data.tar_index import read_offsets, read_samples, sample_of
 
 if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
@@ -117,7 +115,7 @@ def survey(
     result = Survey(info=info, shards=sizes)
     indices = spread(info.samples, limit or info.samples)
     shown = {indices[i] for i in spread(len(indices), pictures)}
-    for index, (shard, data) in zip(indices, _read(info.shards, indices), strict=True):
+    for index, (shard, data) in zip(indices, read_samples(info.shards, indices), strict=True):
         key = f"#{index}"
         try:
             key, parts = _parts(data)
@@ -136,21 +134,6 @@ def survey(
         reasons = "; ".join(f"{reason}: {detail}" for reason, detail in result.examples.items())
         raise DataError(f"none of {result.num_read} samples of {info.path} can be read: {reasons}")
     return result
-
-
-def _read(shards: Sequence[Path], indices: Sequence[int]) -> Iterator[tuple[Path, bytes]]:
-    """Yield the shard and the bytes of samples of a split, in ascending order of index."""
-    remaining, first = iter(indices), 0
-    index = next(remaining, None)
-    for shard in shards:
-        offsets = read_offsets(shard).tolist()
-        with open_binary(shard) as file:
-            while index is not None and index - first < len(offsets) - 1:
-                start, end = offsets[index - first : index - first + 2]
-                file.seek(start)
-                yield shard, file.read(end - start)
-                index = next(remaining, None)
-        first += len(offsets) - 1
 
 
 def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
@@ -203,7 +186,7 @@ def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions") 
     began = time.monotonic()
     for first in range(ROUNDS):
         round_of = indices[first::ROUNDS]
-        for index, (shard, data) in zip(round_of, _read(info.shards, round_of), strict=True):
+        for index, (shard, data) in zip(round_of, read_samples(info.shards, round_of), strict=True):
             with suppress(SampleError):  # training reports damage when it reads the data
                 key, parts = _parts(data)
                 sample = {"__key__": key, "__shard__": shard.name, **parts}

@@ -27,12 +27,11 @@ from typing import Any, Optional
 
 from dit.child_processes import run_signals_blocked
 from energon_data.streams import Position, Source, StreamItem
-from energon_data.workers.messages import Ahead, receive
+from energon_data.workers.messages import receive
 from energon_data.workers.worker import Message, work
 
 POSITION_EVERY = 32
 """Items between two positions. A resumed run reads up to this many items again."""
-AHEAD = Ahead()
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """Longest name of a temporary folder, in bytes, in which the address of the fork server's socket is not too long."""
 SHORT_FOLDER = "/tmp"
@@ -41,7 +40,7 @@ PRELOAD = ["energon_data.workers.preload"]
 WORKERS.set_forkserver_preload(PRELOAD)
 
 
-class BackgroundSource:
+class BackgroundSource(Source):
     """A stream that a worker process reads.
 
     The fork server starts immediately, because its imports take seconds; the worker starts at the first `next`. It
@@ -64,8 +63,7 @@ class BackgroundSource:
         position = self._source.state()
         self._connection, worker_end = WORKERS.Pipe()
         with worker_end:
-            arguments = worker_end, self._open_source, position, POSITION_EVERY, AHEAD
-            worker = WORKERS.Process(target=work, args=arguments)
+            worker = WORKERS.Process(target=work, args=(worker_end, self._open_source, position, POSITION_EVERY))
             worker.start()
         self._worker = worker
         self._state = pickle.dumps(position)

@@ -21,26 +21,16 @@ from contextlib import suppress
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 64
-
-
-class Ahead(NamedTuple):
-    """Number of messages that a sender may be ahead of the receiver.
-
-    Attributes:
-        messages: limit for messages of any size.
-        if_small: limit while messages are small, because packs come in bursts of one buffer.
-        small_bytes: total size of pending messages up to which they count as small.
-    """
-
-    messages: int = 2
-    if_small: int = 32
-    small_bytes: int = 2**25
+AHEAD, AHEAD_IF_SMALL = 2, 32
+"""Messages that may be pending; more while they are small, because packs come in bursts of one buffer."""
+SMALL_BYTES = 2**25
+"""Total size of pending messages up to which they are small."""
 
 
 class _Pickler(pickle.Pickler):
@@ -62,8 +52,8 @@ def _tensor(values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 class Sender:
     """The worker's end of a connection."""
 
-    def __init__(self, connection: Connection, ahead: Ahead) -> None:
-        self._connection, self._ahead = connection, ahead
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._pending: deque[int] = deque()  # bytes of each message that was not received yet
 
     def send(self, message: object) -> None:
@@ -91,8 +81,7 @@ class Sender:
         self._pending.append(sum(map(len, parts)))
 
     def _has_room(self) -> bool:
-        is_small = sum(self._pending) < self._ahead.small_bytes
-        return len(self._pending) < (self._ahead.if_small if is_small else self._ahead.messages)
+        return len(self._pending) < (AHEAD_IF_SMALL if sum(self._pending) < SMALL_BYTES else AHEAD)
 
 
 def receive(connection: Connection) -> Any:

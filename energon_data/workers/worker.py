@@ -19,7 +19,7 @@ from dit.child_processes import RUN_SIGNALS
 from dit.errors import EXIT_OK
 from dit.heap import keep_freed_memory
 from energon_data.streams import Position, Source, StreamItem
-from energon_data.workers.messages import Ahead, Sender
+from energon_data.workers.messages import Sender
 
 
 class Message(NamedTuple):
@@ -29,15 +29,13 @@ class Message(NamedTuple):
     state: Optional[bytes]
 
 
-def work(
-    connection: Connection, open_source: Callable[[], Source], position: Position, position_every: int, ahead: Ahead
-) -> None:
+def work(connection: Connection, open_source: Callable[[], Source], position: Position, position_every: int) -> None:
     """Main function of a worker; returns when the stream ends or the training process closes the connection."""
     signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)  # the training process decides when its workers exit
     Thread(target=_exit_with_training, args=(connection,), daemon=True).start()
     keep_freed_memory()
     torch.set_num_threads(1)  # one core for each stream
-    sender = Sender(connection, ahead)
+    sender = Sender(connection)
     with suppress(EOFError, ConnectionError):
         for message in _messages(open_source, position, position_every):
             sender.send(message)

@@ -7,10 +7,10 @@ from typing import Any, Optional
 
 from dit.data_api import BatchSpec
 from energon_data.mock import MockData, MockSource
-from energon_data.streams import Position, StreamItem
+from energon_data.streams import Position, Source, StreamItem
 
 
-class Watched:
+class Watched(Source):
     """Synthetic samples, with faults and observations for tests.
 
     Args:
@@ -50,10 +50,5 @@ class Watched:
     def state(self) -> Position:
         return self.inner.state()
 
-    def adapt(self, position: Position) -> Position:
-        return position
-
     def load(self, state: dict[str, Any]) -> None:
         self.inner.load(state)
-
-    def close(self) -> None: ...

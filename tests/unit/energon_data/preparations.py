@@ -106,5 +106,5 @@ def samples(folder: Path):
                 parts.setdefault(key, {})[part] = archive.extractfile(member).read()
         for key, raw in parts.items():
             decoded = decode_sample(key, raw, require_checksums=True)
-            decoded |= {"__key__": key, "__restore_key__": (), "__sources__": None, "__shard__": path.name}
+            decoded |= {"__key__": key, "__restore_key__": (), "__shard__": path.name}
             yield path.name.partition("-")[0], decoded["json"], cook_clip(decoded, references=True), raw

@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -26,9 +27,9 @@ from torch import Tensor
 from energon_data.dataset import EnergonData
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Position, StreamGroup
-from energon_data.workers import background
+from energon_data.workers import background, messages
 from energon_data.workers.background import LONGEST_FOLDER, SHORT_FOLDER, BackgroundSource
-from energon_data.workers.messages import Ahead, Sender, receive
+from energon_data.workers.messages import Sender, receive
 from tests.support.ranks import Job, forked_servers, is_alive, run_jobs
 from tests.support.sources import Watched
 
@@ -55,7 +56,7 @@ def ends() -> Iterator[tuple[Sender, Connection]]:
     """The two ends of a connection, both in this process."""
     receiver, other = multiprocessing.Pipe()
     with receiver, other:
-        yield Sender(other, Ahead()), receiver
+        yield Sender(other), receiver
 
 
 def plain(state: Any) -> Any:
@@ -134,7 +135,7 @@ def test_no_process_waits_for_a_closed_connection(ends: tuple[Sender, Connection
     receiver, other = multiprocessing.Pipe()
     receiver.close()
     with other, pytest.raises((EOFError, ConnectionError)):
-        Sender(other, Ahead()).send("nobody")
+        Sender(other).send("nobody")
 
 
 def test_a_worker_inherits_no_object_of_the_training_process(opened: Open, tmp_path: Path) -> None:
@@ -217,20 +218,30 @@ def test_the_position_is_available_without_the_worker(opened: Open) -> None:
     os.kill(stream._worker.pid, signal.SIGCONT)
 
 
-def test_a_worker_prefetches_up_to_its_limit(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two deliveries wait (32 if they are small), and the worker has made the next one."""
-    sample_log = tmp_path / "made"
-    for small_bytes, ahead in ((1, 2), (2**25, 32)):
-        monkeypatch.setattr(background, "AHEAD", Ahead(small_bytes=small_bytes))
-        sample_log.write_bytes(b"")
-        stream = opened(sample_log=sample_log)
-        for consumed in (1, 2, 3):
-            stream.next()
-            deadline = time.monotonic() + 30
-            while sample_log.stat().st_size < consumed + ahead + 1 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            time.sleep(0.2)
-            assert sample_log.stat().st_size == consumed + ahead + 1
+def test_a_worker_prefetches_up_to_its_limit(opened: Open, tmp_path: Path) -> None:
+    """32 small deliveries wait, and the worker has made the next one."""
+    sample_log, ahead = tmp_path / "made", 32
+    stream = opened(sample_log=sample_log)
+    for consumed in (1, 2, 3):
+        stream.next()
+        deadline = time.monotonic() + 30
+        while sample_log.stat().st_size < consumed + ahead + 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert sample_log.stat().st_size == consumed + ahead + 1
+
+
+def test_two_large_messages_wait(ends: tuple[Sender, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = ends
+    monkeypatch.setattr(messages, "SMALL_BYTES", 1)
+    for number in (0, 1):
+        sender.send(number)
+    third = Thread(target=sender.send, args=(2,))
+    third.start()
+    third.join(0.5)
+    assert third.is_alive()
+    assert [receive(receiver) for _ in range(3)] == [0, 1, 2]
+    third.join()
 
 
 def test_a_killed_worker_is_named(opened: Open) -> None:
@@ -281,6 +292,7 @@ def test_workers_end_with_the_training_process(how: str, longer: int, tmp_path: 
     (tmp_path / "users_data.py").write_text("""
 import os, warnings
 from pathlib import Path
+from threading import Thread
 from tests.support.sources import Watched
 with (Path(__file__).parent / "imports").open("a") as file:
     print(os.getpid(), file=file)

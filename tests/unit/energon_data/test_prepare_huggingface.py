@@ -245,8 +245,8 @@ def test_a_hub_name_reads_the_data_set_of_the_datasets_library(tmp_path, monkeyp
 @pytest.mark.parametrize("make", [parquet_file, saved_split])
 def test_worker_processes_get_files_instead_of_rows(tmp_path, make):
     prepared = prepare_huggingface(str(make(tmp_path)), tmp_path / "out", Options(), Table())
-    rows = prepared.job.sources.args[0]
+    source = prepared.job.sources.args[0]
     sent = pickle.dumps(prepared.job)
     assert len(sent) < 20_000
     assert png(10, 32) not in sent
-    assert pickle.loads(sent).sources.args[0].source(1).read() == rows.source(1).read() == png(10, 32)
+    assert pickle.loads(sent).sources.args[0](1).read() == source(1).read() == png(10, 32)
