@@ -213,15 +213,15 @@ def read_diffusers_folder(source: Path) -> Content:
     from dit.checkpoint.diffusers_folder import read_network
     from dit.convert.pipeline_import import network_folder
     from dit.convert.sliced_weights import StoredTensors
-    from dit.convert.state_files import read_tensors, weights_files
+    from dit.convert.state_files import index_of, read_tensors, weights_file
     from dit.pipeline_folder import name_a_part
 
     folder = network_folder(source)
     if message := name_a_part(folder, "transformer", "unet", "vae", "vqvae"):
         raise ConfigError(message)
     network = read_network(source)
-    file = weights_files(folder)[0]
-    tensors = read_tensors(file) if file.suffix == ".bin" else StoredTensors(folder).read_all()
+    is_pickle = not index_of(folder).exists() and weights_file(folder).suffix == ".bin"
+    tensors = read_tensors(weights_file(folder)) if is_pickle else StoredTensors(folder).read_all()
     return network.trained, network.rules(network.trained.model), tensors
 
 

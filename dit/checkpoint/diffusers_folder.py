@@ -28,7 +28,7 @@ from dit.convert.pipeline_import import PARTS, check_single, complete, network_f
 from dit.convert.rules import RuleBook
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights, StoredTensors
-from dit.convert.state_files import CONFIG, STEM, VARIANT, read_json
+from dit.convert.state_files import CONFIG, STEM, VARIANT, VARIANT_INDEX, read_json
 from dit.errors import ConfigError, first_few
 from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig
@@ -38,13 +38,13 @@ from dit.parallel.build import parameter_shapes
 from dit.pipeline_folder import PIPELINE_INDEX, with_folders_of
 from dit.safe_files import parse_json
 
-WEIGHTS = (f"{STEM}.safetensors", f"{STEM}-*-of-*.safetensors")
+WEIGHTS = (f"{STEM}.safetensors", f"{STEM}-*-of-*.safetensors", f"{STEM}.safetensors.index.json")
 DOWNLOADED = (
     *(PIPELINE_INDEX, CONFIG, f"*/{CONFIG}", "scheduler/*.json", *WEIGHTS),
     *(f"{part}/{name}" for part in PARTS for name in WEIGHTS),
 )
 """Files of a repository on the hub that a run starts from."""
-VARIANTS = (VARIANT, *(f"{part}/{VARIANT}" for part in PARTS))
+VARIANTS = tuple(f"{part}{name}" for part in ("", *(f"{part}/" for part in PARTS)) for name in (VARIANT, VARIANT_INDEX))
 """Files that are also downloaded if the repository has no other weights."""
 NOT_SIZES = ("lora", "class_dropout", "context_dropout", "null_text")
 """Settings that change neither shape nor order of the stored weights."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from dit import safe_files
 from dit.boxes import Box
 from dit.convert.rules import Copies, Rule, RuleBook, Shape, check_numbers, check_shapes, check_table
-from dit.convert.state_files import CONFIG, PICKLES, reading, weights_files
+from dit.convert.state_files import CONFIG, INDEX, PICKLES, check_index, index_of, reading, shard_names, weights_file
 from dit.errors import CheckpointError, ConfigError
 
 PIECE_ELEMENTS = 1 << 20  # copied at once
@@ -41,11 +41,13 @@ class StoredTensors:
     """The tensors of a folder with `config.json` and safetensors files; the constructor reads only headers."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.files = folder, weights_files(folder)
+        weight_map = shard_names(folder) if index_of(folder).exists() else {}
+        names = sorted(set(weight_map.values())) or [weights_file(folder).with_suffix(".safetensors").name]
+        self.folder, self.files = folder, [folder / name for name in names]
         self.shapes: dict[str, Shape] = {}
         self.dtypes: set[str] = set()
         self._file_of: dict[str, Path] = {}
-        if len(self.files) == 1:
+        if not weight_map:
             self._check_exists()
         for path in self.files:
             with reading(path), safe_files.open_safetensors(path) as file:
@@ -53,6 +55,8 @@ class StoredTensors:
                     entry = file.get_slice(name)
                     self.shapes[name], self._file_of[name] = tuple(entry.get_shape()), path
                     self.dtypes.add(entry.get_dtype())
+        if weight_map:
+            check_index(folder, weight_map, self.shapes)
         if quantised := sorted(self.dtypes - DTYPES.keys()):
             raise ConfigError(
                 f"{folder} has weights of {', '.join(quantised)}; quantised weights are not read, only "
@@ -60,10 +64,10 @@ class StoredTensors:
             )
 
     def _check_exists(self) -> None:
-        path = self.files[0].with_suffix(".safetensors")
+        path = self.files[0]
         if not path.exists():
             pickles = sorted(entry.name for entry in self.folder.iterdir() if entry.suffix in PICKLES)
-            fault = f"{CONFIG} but no {path.name}"
+            fault = f"{CONFIG} but no {path.name} or {INDEX}"
             if pickles:
                 fault = f"its weights as a pickle ({pickles[0]}), which cannot be read in slices and can run code"
             raise ConfigError(

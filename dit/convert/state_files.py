@@ -7,13 +7,12 @@ reader, which builds tensors and plain containers and raises for everything else
 import argparse
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,11 +25,12 @@ from dit.errors import ConfigError
 
 CONFIG = "config.json"
 STEM = "diffusion_pytorch_model"
+INDEX = f"{STEM}.safetensors.index.json"
 VARIANT = f"{STEM}.*.safetensors"
 """Pattern of the weights of a variant, such as `fp16`."""
+VARIANT_INDEX = f"{STEM}.safetensors.index.*.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 MAX_SHARD_BYTES = 10 * 1000**3  # as in diffusers
-_WEIGHTS = re.compile(rf"{STEM}(\.(?P<variant>\w+))?(-\d{{5}}-of-(?P<count>\d{{5}}))?\.safetensors")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -102,24 +102,42 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def weights_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a folder, missing shards included; of its only variant without others.
+def index_of(folder: Path) -> Path:
+    """Return the index of the shards in a folder: of its only variant if it has no other weights."""
+    usual, variants = folder / INDEX, list(folder.glob(VARIANT_INDEX))
+    others = [folder / name for name in (INDEX, f"{STEM}.safetensors", f"{STEM}.bin")]
+    return usual if len(variants) != 1 or any(path.exists() for path in others) else variants[0]
 
-    The index of shards is not read, because each shard lists its tensors.
-    """
-    counts: dict[Optional[str], int] = {}
-    for path in folder.glob("*.safetensors"):
-        if match := _WEIGHTS.fullmatch(path.name):
-            counts[match["variant"]] = max(counts.get(match["variant"], 0), int(match["count"] or 0))
-    if None not in counts and (pickle := folder / f"{STEM}.bin").exists():
-        return [pickle]
-    if None not in counts and len(counts) > 1:
-        names = ", ".join(sorted(f"{STEM}.{variant}.safetensors" for variant in counts))
+
+def weights_file(folder: Path) -> Path:
+    """Return the file with the weights of a folder without an index: of its only variant if it has no other weights."""
+    for name in (f"{STEM}.safetensors", f"{STEM}.bin"):
+        if (folder / name).exists():
+            return folder / name
+    variants = sorted(folder.glob(VARIANT))
+    if len(variants) > 1:
+        names = ", ".join(path.name for path in variants)
         raise ConfigError(f"{folder} has only variants of the weights ({names}); rename one to {STEM}.safetensors")
-    variant = None if None in counts else next(iter(counts), None)
-    stem, count = STEM if variant is None else f"{STEM}.{variant}", counts.get(variant, 0)
-    shards = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)]
-    return [folder / f"{stem}{shard}.safetensors" for shard in shards or [""]]
+    return variants[0] if variants else folder / f"{STEM}.safetensors"
+
+
+def shard_names(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor in the index of a folder."""
+    index = index_of(folder)
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ConfigError(f"{index} has no weight_map; download the folder again")
+    for file in map(str, names.values()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ConfigError(f"{index} names {file!r}; only .safetensors files next to it are read")
+    return {str(name): str(file) for name, file in names.items()}
+
+
+def check_index(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, object]) -> None:
+    """Check that an index lists the tensors of its shards."""
+    if tensors.keys() != weight_map.keys():
+        odd = sorted(tensors.keys() ^ weight_map.keys())
+        raise ConfigError(f"{index_of(folder)} and its shards disagree on {len(odd)} tensors, such as {odd[0]}")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from dit.convert.diffusers_sampling import scheduler_config
 from dit.convert.rules import POINTWISE, ByHead, Rule, RuleBook, SwappedHalves
 from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.sliced_weights import StoredTensors
-from dit.convert.state_files import STEM
+from dit.convert.state_files import INDEX, STEM
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.lora_config import LoRAConfig
 from dit.models.registry import BACKBONES, config_class
@@ -256,9 +256,9 @@ def as_pickle(folder: Path) -> None:
 
 def rename(folder: Path) -> None:
     rewrite(shard_of(folder, HEADS), lambda tensors: tensors.update({"other": tensors.pop(HEADS)}))
+    edit(folder / INDEX, lambda index: index["weight_map"].update({"other": index["weight_map"].pop(HEADS)}))
 
 
-INDEX = f"{STEM}.safetensors.index.json"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (
         lambda folder: shard_of(folder, HEADS).unlink(),
@@ -280,6 +280,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape": (
         lambda folder: rewrite(shard_of(folder, HEADS), lambda tensors: tensors.update({HEADS: torch.zeros(64, 63)})),
         rf"of another shape: {HEADS} is \[64, 63\], needs \[64, 64\]",
+    ),
+    "index": (
+        lambda folder: edit(folder / INDEX, lambda index: index["weight_map"].pop(HEADS)),
+        "and its shards disagree on 1 tensors",
     ),
     "pickle": (as_pickle, "weights as a pickle .diffusion_pytorch_model.bin., .*python -m launch.import_weights"),
     "no weights": (lambda folder: [as_pickle(folder), *map(Path.unlink, folder.glob("*.bin"))], "download the folder"),
@@ -343,11 +347,14 @@ def test_the_only_variant_is_read_in_shards(folders: Path, tmp_path: Path) -> No
     folder = Path(shutil.copytree(folders / "flux", tmp_path / "transformer"))
     for path in folder.glob("*.safetensors"):
         path.rename(path.with_name(path.name.replace("model-", "model.fp16-")))
+    index = (folder / INDEX).read_text().replace("model-", "model.fp16-")
+    (folder / INDEX).unlink()
+    (folder / INDEX.replace("json", "fp16.json")).write_text(index)
     assert torch.equal(StoredTensors(folder).read(HEADS), expected[HEADS])
     network = read_network(folder)
     count = sum(x.numel() for x in expected.values())
     assert str(network.weights(network.trained.model)).startswith(f"{count:,} parameters of {folder}")
-    (folder / f"{STEM}.bf16-00001-of-00002.safetensors").touch()
+    (folder / INDEX.replace("json", "bf16.json")).write_text(index)
     with pytest.raises(ConfigError, match=r"only variants .*rename one"):
         StoredTensors(folder)
 

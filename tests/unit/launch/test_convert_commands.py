@@ -21,7 +21,7 @@ from dit.convert.diffusers_dit import DiffusersDiT
 from dit.convert.diffusers_format import TrainedModel, format_of_model, formats
 from dit.convert.run_record import CONFIG_KEY, METADATA_KEY, build, from_record, name_of, objective_of, to_record
 from dit.convert.sliced_weights import StoredTensors
-from dit.convert.state_files import STEM, read_json, read_tensors, write_diffusers, write_tensors
+from dit.convert.state_files import INDEX, read_json, read_tensors, write_diffusers, write_tensors
 from dit.data_api import NoData
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
@@ -150,15 +150,21 @@ def test_weights_of_another_size_than_the_settings_are_refused(tmp_path, capsys)
     assert "and 532 more" in printed
 
 
-def test_only_shards_are_read_next_to_an_index(tmp_path, capsys):
-    """An index with paths outside the folder has no effect."""
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"x": "../secret.safetensors"}, "only .safetensors files next to it"),
+        ({"x": "part.bin"}, "only .safetensors files next to it"),
+        ({"x": "part.safetensors", "y": "part.safetensors"}, "disagree on 1 tensors, such as y"),
+        ({"x": "gone.safetensors"}, "gone.safetensors cannot be read"),
+        ({}, "no weight_map"),
+    ],
+)
+def test_an_index_with_outside_paths_is_refused(tmp_path, capsys, weight_map, message):
     source = folder_of(tmp_path / "in", {"_class_name": "DiTTransformer2DModel"}, {"x": torch.zeros(1)})
     (source / "diffusion_pytorch_model.safetensors").rename(source / "part.safetensors")
-    (source / INDEX).write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
-    assert "no diffusion_pytorch_model.safetensors" in refuse(capsys, tmp_path / "run", source, kind="diffusers")
-    (source / "part.safetensors").rename(source / f"{STEM}-00002-of-00002.safetensors")
-    printed = refuse(capsys, tmp_path / "run", source, kind="diffusers")
-    assert f"{STEM}-00001-of-00002.safetensors cannot be read" in printed
+    (source / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert message in refuse(capsys, tmp_path / "run", source, kind="diffusers")
 
 
 def test_a_pipeline_is_distinguished_from_its_transformer(tmp_path, capsys):
@@ -169,7 +175,6 @@ def test_a_pipeline_is_distinguished_from_its_transformer(tmp_path, capsys):
     assert "nowhere does not exist" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere")
 
 
-INDEX = f"{STEM}.safetensors.index.json"
 MODEL = {"hidden_size": 48, "num_layers": 1, "num_attention_heads": 4, "num_classes": 3}
 
 
