@@ -275,7 +275,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     requests, size = with_pictures(generator, requested, pictures, args.augmentation)
     settings |= size
     strength = check_strength(args.strength, initial=args.init is not None)
-    latent_size, init = generator.size_of(settings.get("frames"), settings.get("size")), dict[str, Any]()
+    latent_size = generator.size_of(settings.get("frames"), settings.get("size"))
+    init: dict[str, Any] = {}
     if args.init is not None:
         settings |= {"initial": read_initial(args.init, latent_size, channels, decode), "strength": strength}
         init = {"init": str(args.init), "strength": strength}
