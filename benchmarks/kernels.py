@@ -132,9 +132,10 @@ def kernels_do_nothing() -> Iterator[None]:
     """Replace the functions that start fused kernels; their results stay uninitialised."""
     from dit.kernels.fused import gpu
 
+    names = [info.name for info in pkgutil.iter_modules(gpu.__path__)]
+    modules = [importlib.import_module(f"{gpu.__name__}.{name}") for name in names]  # first: they import functions
     with ExitStack() as stack:
-        for info in pkgutil.iter_modules(gpu.__path__):
-            module = importlib.import_module(f"{gpu.__name__}.{info.name}")
+        for module in modules:
             functions = inspect.getmembers(module, inspect.isfunction)
             starters = [name for name, it in functions if it.__module__ == module.__name__ and not name.startswith("_")]
             stack.enter_context(replaced(module, **dict.fromkeys(starters, lambda *_, **__: None)))
