@@ -54,11 +54,8 @@ class EnergonData(ReaderSettings):
             `training.on_bad_numbers=rewind` omits.
         shuffle_buffer: samples that a stream shuffles, also of several passes; None for up to 1000 of one pass.
         pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
-        packing_buffer_size: samples from which packs are filled; None for up to 256, of one pass without
-            `shuffle_buffer`.
         pad_packs: pad packs to `max_tokens_per_pack`.
         bucket_by_shape: batch samples of one shape, for convolutional backbones.
-        max_text_tokens: truncate longer texts, also prompts of samples; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.
         min_side, max_side, max_aspect_ratio, min_seconds, max_seconds: drop samples beyond these limits of the sides
@@ -83,7 +80,6 @@ class EnergonData(ReaderSettings):
     blend_steps: Optional[list[int]] = ranged(None, COUNT)
     shuffle_buffer: Optional[int] = ranged(None, COUNT_OR_ZERO)
     pack_cost_tokens: Optional[int] = ranged(None, COUNT)
-    packing_buffer_size: Optional[int] = ranged(None, COUNT)
     pad_packs: bool = False
     bucket_by_shape: bool = False
     max_text_tokens: Optional[int] = ranged(512, COUNT)
@@ -107,10 +103,6 @@ class EnergonData(ReaderSettings):
     online_precision: Literal["fp32", "bf16"] = "fp32"
     validation_split: str = "val"
     validation_samples: Optional[int] = ranged(512, COUNT)
-
-    @property
-    def longest_text(self) -> Optional[int]:
-        return self.max_text_tokens
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         return self.max_tokens_per_pack is not None or (spec.micro_batch_size > 1 and not self.bucket_by_shape)

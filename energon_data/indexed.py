@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from dit.batch import PackedBatch
 from dit.condition_table import TABLE
 from dit.data_api import WITHOUT_HELD_OUT, BatchSpec
 from dit.errors import ConfigError, DataError
-from dit.ranges import COUNT, COUNT_OR_ZERO, ranged
+from dit.ranges import COUNT_OR_ZERO, ranged
 from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
 from energon_data.packing import buffer_limit
@@ -61,16 +61,12 @@ class Samples(ReaderSettings):
     `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
 
     Attributes:
-        packing_buffer_size: samples from which packs are filled; None for up to 256 of one pass.
-        max_text_tokens: longer texts are truncated; None for no limit.
         same_shape: whether all samples have the shape of the first, as convolutional networks need.
         validation_samples: number of samples held out from training, selected at random; 0 for none.
     """
 
     worker_modules: ClassVar[tuple[str, ...]] = ("dit.training.pretrain",)  # a recipe in a subclass's module imports it
 
-    packing_buffer_size: Optional[int] = ranged(None, COUNT)
-    max_text_tokens: Optional[int] = ranged(None, COUNT)
     same_shape: bool = False
     validation_samples: int = ranged(0, COUNT_OR_ZERO)
 
@@ -83,10 +79,6 @@ class Samples(ReaderSettings):
     @property
     def origin(self) -> str:
         return type(self).__name__
-
-    @property
-    def longest_text(self) -> Optional[int]:
-        return self.max_text_tokens
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         return not self.same_shape and (self.max_tokens_per_pack is not None or spec.micro_batch_size > 1)

@@ -7,7 +7,7 @@ from typing import ClassVar, Optional
 
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
-from dit.ranges import COUNT_OR_ZERO, ranged
+from dit.ranges import COUNT, COUNT_OR_ZERO, ranged
 from energon_data.streams import Source, StreamSettings
 
 
@@ -19,6 +19,9 @@ class ReaderSettings(StreamSettings):
         background: read every stream in a worker process (only on Linux).
         max_lost_samples: damaged samples that a data-parallel rank may drop.
         references: read latents or pictures that samples edit.
+        packing_buffer_size: samples from which packs are filled; None for up to 256, of one pass without
+            `shuffle_buffer`.
+        max_text_tokens: truncate longer texts, also prompts of samples; None for no limit.
     """
 
     worker_modules: ClassVar[tuple[str, ...]] = ()
@@ -27,6 +30,12 @@ class ReaderSettings(StreamSettings):
     background: bool = True
     max_lost_samples: int = ranged(0, COUNT_OR_ZERO)
     references: bool = False
+    packing_buffer_size: Optional[int] = ranged(None, COUNT)
+    max_text_tokens: Optional[int] = ranged(None, COUNT)
+
+    @property
+    def longest_text(self) -> Optional[int]:
+        return self.max_text_tokens
 
     def references_setting(self) -> Optional[str]:
         return "data.references=True" if self.references else None
