@@ -16,7 +16,8 @@ from dit.patches import patches, replaced
 
 @patches(
     "torch 2.11-2.14",
-    "torch/testing/_internal/distributed/fake_pg.py; torch/distributed: all_gather_object, broadcast_object_list; "
+    "torch/testing/_internal/distributed/fake_pg.py; torch/distributed: Backend, all_gather_object, "
+    "broadcast_object_list; "
     "megatron/core/optimizer/__init__.py: _get_param_groups",
     why="one process acts as one rank; objects of other ranks are assumed to be equal, but a pipeline stage without "
     "trained weights has the parameter groups of the others, which are empty there",
@@ -35,6 +36,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
     param_groups = optimizer._get_param_groups
     objects = {"all_gather_object": all_gather_object, "broadcast_object_list": lambda *_, **__: None}
+    dist.Backend.backend_capability["fake"] = ["cpu", "cuda", "meta"]
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
     try:
         with replaced(optimizer, _get_param_groups=groups_of_stage), replaced(dist, **objects):
