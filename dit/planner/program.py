@@ -155,11 +155,6 @@ class Program:
         total = combined([counts, unit], [1, missing])
         return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes, parts=parts)
 
-    def run_again(self) -> None:
-        """Run another step after `run`."""
-        self.counter.begin()
-        self._step(self.job.micro_batches)
-
     def _create_optimizer_state(self, state: ModelState) -> None:
         """Run an update without a step, in which the optimizer creates its state."""
         for chunk in state.wrapped:
