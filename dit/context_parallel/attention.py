@@ -29,7 +29,6 @@ from typing import Literal, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region, all_to_all
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
@@ -187,8 +186,7 @@ class ContextAttention:
         if text_q is None:
             return heads_for_tokens(out_TNH, inner, order)
         text, image = layout.split(out_TNH)
-        text_heads = all_gather_last_dim_from_tensor_parallel_region(text.flatten(1), inner)
-        return joint.join(text_heads.unflatten(1, (-1, text.shape[2])), heads_for_tokens(image, inner, order))
+        return joint.join(_GatherHeads.apply(text, inner), heads_for_tokens(image, inner, order))
 
 
 def _text(joint: SequenceLayout) -> SequenceLayout:
@@ -379,6 +377,45 @@ def _gather(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
     return gathered if order is None else gathered[order[0]]
 
 
+class _GroupContext(FunctionCtx):
+    """Autograd context of an exchange, with the group of the backward exchange."""
+
+    group: ProcessGroup
+
+
+class _GatherHeads(torch.autograd.Function):
+    """Gather the heads of the same tokens from all ranks."""
+
+    @staticmethod
+    def forward(ctx: _GroupContext, x_KNH: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        shares = [torch.empty_like(x_KNH, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(shares, x_KNH.contiguous(), group=group)
+        return torch.cat(shares, 1)
+
+    @staticmethod
+    def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
+        shares = torch.stack(grads[0].chunk(ctx.group.size(), 1))
+        grad = torch.empty_like(shares[0])
+        dist.reduce_scatter_tensor(grad, shares.flatten(0, 1), group=ctx.group)
+        return grad, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send part i of the first dimension to rank i."""
+
+    @staticmethod
+    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0], ctx.group), None
+
+
 def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) -> list[Tensor]:
     """Exchange all heads of the local tokens for some heads of all tokens of the group, in one all-to-all.
 
@@ -401,7 +438,7 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
                 "parallel.context_comm=p2p or all_gather, or fewer ranks (parallel.context_a2a_size)"
             )
     shares = [x.unflatten(1, (size, -1)) for x in xs_TNH]
-    received = all_to_all(group, torch.cat([x.transpose(0, 1) for x in shares], 2)).flatten(0, 1)
+    received = _AllToAll.apply(torch.cat([x.transpose(0, 1) for x in shares], 2), group).flatten(0, 1)
     joined = received if order is None else received[order[0]]
     return list(joined.split([x.shape[2] for x in shares], 1))
 
@@ -409,5 +446,5 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
 def heads_for_tokens(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
     """Invert `tokens_for_heads` for one tensor: `[T * size, N / size, H]` becomes `[T, N, H]`."""
     rank_by_rank = x_TNH if order is None else x_TNH[order[1]]
-    received = all_to_all(group, rank_by_rank.unflatten(0, (group.size(), -1)))
+    received = _AllToAll.apply(rank_by_rank.unflatten(0, (group.size(), -1)), group)
     return received.transpose(0, 1).flatten(1, 2)

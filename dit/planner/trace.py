@@ -40,14 +40,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dit import philox
 from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
-from dit.kernels import attention
 from dit.patches import patches, replaced
 from dit.philox import Words
 from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import META, StepCounter, StepTrace
 from dit.tracing.routing import experts_evenly_full
-from dit.tracing.world import fake_world
+from dit.tracing.world import fake_world, fused_attention
 
 FEW_NUMBERS = 1 << 12
 """Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
@@ -188,7 +187,7 @@ class TracedRank:
             _local_shards(),
             _watching_resizes(counter),
             _numbers_without_values(),
-            _fused_attention(),
+            fused_attention(),
         ):
             with counter:
                 step = program.run()
@@ -234,23 +233,6 @@ def _numbers_without_values() -> contextlib.AbstractContextManager[None]:
         return original(counter, key)
 
     return replaced(philox, ten_rounds=ten_rounds)
-
-
-@patches(
-    "torch 2.11-2.14",
-    "torch/nn/functional.py: scaled_dot_product_attention",
-    why="on the meta device, torch selects a kernel that saves the scores",
-)
-def _fused_attention() -> contextlib.AbstractContextManager[None]:
-    """Replace torch's attention by a kernel that saves no scores, as on an accelerator."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-    def sdpa(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Optional[Tensor] = None, *, enable_gqa: bool = False
-    ) -> Tensor:
-        return kernel(q, k, v, attn_mask=attn_mask)[0]
-
-    return replaced(attention, sdpa=sdpa)
 
 
 class _Shards:
