@@ -24,7 +24,7 @@ from dit.backends.device import local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
 from dit.patches import replaced
 from dit.terminal import echo
-from dit.tracing.repeats import tensors_in
+from dit.tracing.counter import tensors_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS, HIDDEN, HEAD_SIZE = 8192, 4096, 128

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit.planner.trace import fused_rms_norm
-from dit.tracing.counter import flop_formulas
-from dit.tracing.repeats import tensors_in
+from dit.tracing.counter import flop_formulas, tensors_in
 
 WRITE_ONLY = ("models",)
 """Arguments of fused operators that are only written."""

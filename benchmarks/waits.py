@@ -149,7 +149,7 @@ class WaitCounter(StepCounter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.split(".")[0]
         if func.namespace == "c10d":
-            return self._communicate(func, args, kwargs, fake=True)
+            return self._communicate(func, args, kwargs, on_device=True)
         if func is NUMBER and args[0].is_meta:
             self._wait(self._copies)
             return ANSWER if not args[0].is_floating_point() else float(ANSWER)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
@@ -112,7 +112,8 @@ class Program:
         if self.groups.pp.size() > 1:
             counter.received_shape = self._between_stages(build)
         target = target_of(job.model, training.precision, job.kernels)
-        wrapped = wrap(chunks, job.parallel, self.groups, target, training.kernels)
+        with replaced(Tensor, is_meta=property(lambda _: False)):  # Megatron-FSDP would initialise meta tensors
+            wrapped = wrap(chunks, job.parallel, self.groups, target, training.kernels)
         weights = counter.live
         decay = None if training.ema_offload else training.ema_decay
         # The traced step stands for most steps of a run, in which the average is interpolated.
@@ -153,11 +154,6 @@ class Program:
         counts = replace(step, parts={})
         total = combined([counts, unit], [1, missing])
         return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes, parts=parts)
-
-    def run_again(self) -> None:
-        """Run another step after `run`."""
-        self.counter.begin()
-        self._step(self.job.micro_batches)
 
     def _create_optimizer_state(self, state: ModelState) -> None:
         """Run an update without a step, in which the optimizer creates its state."""

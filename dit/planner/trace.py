@@ -1,4 +1,4 @@
-"""Trace of one training step on fake tensors: computation, memory and traffic of any rank of any layout.
+"""Trace of one training step without values: computation, memory and traffic of any rank of any layout.
 
 The model is built and trained by the real program, as one rank of a world of any size, on tensors that have shapes but
 no memory. A dispatch mode counts every operation:
@@ -8,7 +8,7 @@ no memory. A dispatch mode counts every operation:
        |  aten and c10d operations, after autograd
     StepCounter         counts; replaces operations that need values
        |
-    FakeTensorMode      shapes; small integer tables stay real
+    meta device         shapes; small integer tables stay on the host
        |
     fake process group  sends nothing
 ```
@@ -44,9 +44,9 @@ from dit.patches import patches, replaced
 from dit.philox import Words
 from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
-from dit.tracing.counter import StepCounter, StepTrace
+from dit.tracing.counter import META, StepCounter, StepTrace
 from dit.tracing.routing import experts_evenly_full
-from dit.tracing.world import fake_world
+from dit.tracing.world import fake_world, fused_attention
 
 FEW_NUMBERS = 1 << 12
 """Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
@@ -179,15 +179,15 @@ class TracedRank:
             self._stack.callback(process_groups.release)
         program = Program(job, self._groups, StepCounter(self._groups))
         norms = fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
-        counter, fakes = program.counter, _fake_tensors()
+        counter = program.counter
         with (
             experts_evenly_full(),
             _without_values(),
             norms,
             _local_shards(),
             _watching_resizes(counter),
-            _numbers_without_values(fakes),
-            fakes,
+            _numbers_without_values(),
+            fused_attention(),
         ):
             with counter:
                 step = program.run()
@@ -202,29 +202,16 @@ def _rank_of_process() -> TracedRank:
     return TracedRank()
 
 
-@functools.cache
-def _fake_tensors() -> Any:
-    """Return the fake tensor mode of this process, one for all traces, because the program caches tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # `FakeOpCache` is faster
-    return mode
-
-
 @patches(
     "torch 2.11-2.14",
     "nn/modules/module.py: Module.to",
-    why="fake tensors cannot be swapped",
+    why="Megatron-FSDP moves the model to the device, and it is on the meta device",
 )
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
     """Patch the places that need tensor values.
 
-    A step reads its numbers from an asynchronous copy; on fake tensors this would count as a wait.
-
-    Megatron-FSDP moves the model to the device, which torch implements by swapping parameters and fake tensors do not
-    support; they are all on the device already.
+    A step reads its numbers from an asynchronous copy; without values this would count as a wait.
     """
     with (
         # A good step, in fp16 without an overflow.
@@ -234,14 +221,14 @@ def _without_values() -> Iterator[None]:
         yield
 
 
-def _numbers_without_values(fakes: Any) -> contextlib.AbstractContextManager[None]:
-    """Replace large random draws by fake tensors: drawing numbers for all tokens takes seconds."""
+def _numbers_without_values() -> contextlib.AbstractContextManager[None]:
+    """Replace large random draws by tensors without values: drawing numbers for all tokens takes seconds."""
     original = philox.ten_rounds
 
     def ten_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
         if counter[0].numel() > FEW_NUMBERS:
             with _disable_current_modes():
-                c0, c1, c2, c3 = map(fakes.from_tensor, counter)
+                c0, c1, c2, c3 = (x.to(META) for x in counter)
             counter = c0, c1, c2, c3
         return original(counter, key)
 

@@ -11,18 +11,21 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from dit.backends.process_groups import ProcessGroups
 from dit.kernels.attention import count_sums
-from dit.tracing.repeats import CPU, fake_op_cache, tensors_in
 
 REAL_ELEMENTS = 1 << 23
 REAL_FLOATS = 1 << 12
 """Operations on integers of up to `REAL_ELEMENTS`, and on floats of up to `REAL_FLOATS`, compute real values."""
-DEVICE, NUMBER = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
+CPU, META = torch.device("cpu"), torch.device("meta")
+COPY, NUMBER = torch.ops.aten._to_copy.default, torch.ops.aten._local_scalar_dense.default
 MASKED, SORT = torch.ops.aten.masked_select.default, torch.ops.aten.sort.stable
+CONVOLUTIONS = {torch.ops.aten.convolution.default: 0, torch.ops.aten.convolution_backward.default: 1}
+"""Convolutions, with the index of their input in the arguments."""
 ANSWER = 1000
 """Value that the host reads from a tensor without values; a gradient norm of this size is clipped."""
 STATE = ("weights and gradients", "optimizer", "average")
@@ -131,14 +134,20 @@ def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts every operation, and every storage while it exists; process groups give names to traffic."""
+    """Counts every operation, and every storage while it exists; process groups give names to traffic.
+
+    New tensors are on the meta device, so they have shapes but no memory, except for small tables of numbers. The
+    program may create them for any device.
+
+    Attributes:
+        keeps_values: whether operations on tensors with values have results with values, also large ones.
+    """
+
+    keeps_values = False
 
     def __init__(self, groups: Optional[ProcessGroups] = None) -> None:
         super().__init__()
-        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-
-        self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
-        self._formulas, self._cache = flop_formulas(), fake_op_cache()
+        self._formulas = flop_formulas()
         self._names = {} if groups is None else _names(groups)
         self._sorted: dict[Hashable, tuple[Tensor, ...]] = {}
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -183,42 +192,39 @@ class StepCounter(TorchDispatchMode):
         self.live -= self._sizes.pop(key)[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE:  # two of three calls
-            return getattr(args[0], "fake_device", CPU)
         kwargs = kwargs or {}
         tensors = tensors_in((*args, *kwargs.values()))
         if any(map(is_traceable_wrapper_subclass, tensors)):
             return NotImplemented  # a DTensor has no memory; operations on its local tensor are dispatched here
-        fake = any(isinstance(x, self._fake) for x in tensors)
+        on_device = any(x.device == META for x in tensors)
         if func is NUMBER:
             self.trace.host_syncs += 1
-            if fake:
+            if on_device:
                 return ANSWER if not tensors[0].dtype.is_floating_point else float(ANSWER)
-        if func is MASKED and not isinstance(args[1], self._fake):
+        if func is MASKED and args[1].device != META:
             self.trace.host_syncs += 1
-            with self._without_fakes():
-                count = int(args[1].sum())
-            func, args = torch.ops.aten.new_empty.default, (args[0], [count])
+            func, args = torch.ops.aten.new_empty.default, (args[0], [int(args[1].sum())])
         if func.namespace == "c10d":
-            return self._communicate(func, args, kwargs, fake)
-        if not fake and _is_table(func, args, kwargs, tensors):
-            with self._without_fakes():
-                out = self._sort(args, kwargs) if func is SORT else func(*args, **kwargs)
+            return self._communicate(func, args, kwargs, on_device)
+        if func is COPY and on_device and kwargs.get("device") == CPU and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0].detach()  # it is on the device of this process
+        if on_device or not (self.keeps_values or _is_table(func, args, kwargs, tensors)):
+            out = _on_meta(func, args, kwargs, tensors)
         else:
-            out = self._cache.run(func, args, kwargs)
+            kwargs = _with_device(kwargs, CPU)
+            out = self._sort(args, kwargs) if func is SORT else func(*args, **kwargs)
         results = tensors_in((out,))
         for result in results:
             self.watch(result.untyped_storage())
         formula = self._formulas.get(func._overloadpacket)
         if formula is not None:
-            with self._without_fakes():  # it may read a table of lengths
-                flops = formula(*args, **kwargs, out_val=out)
+            flops = formula(*args, **kwargs, out_val=out)
             self.trace.flops += flops
             nbytes = sum(x.nbytes for x in (*tensors, *results))
             self._count(func._overloadpacket.__name__, flops, args, results[0], nbytes)
         elif not func.is_view and not func.__name__.startswith("empty"):
             self.trace.moved_bytes += sum(x.nbytes for x in (*tensors, *results))
-            self.trace.work[OPS] += fake
+            self.trace.work[OPS] += on_device
         return out
 
     def _count(self, name: str, flops: int, args: Any, result: Tensor, nbytes: int) -> None:
@@ -253,15 +259,14 @@ class StepCounter(TorchDispatchMode):
             self._sorted[key] = SORT(*args, **kwargs)
         return tuple(x.clone() for x in self._sorted[key])
 
-    def _communicate(self, func: Any, args: Any, kwargs: Any, fake: bool) -> Any:
+    def _communicate(self, func: Any, args: Any, kwargs: Any, on_device: bool) -> Any:
         """Count the bytes that a collective sends; received tables get the values that this rank would send."""
         kind = KINDS[func.__name__.split(".")[0].strip("_")]
-        if fake:
+        if on_device:
             out = self._without_copies(func, args, kwargs)
         else:
-            with self._without_fakes():
-                out = func(*args, **kwargs)
-                self._fill(kind, args)
+            out = func(*args, **kwargs)
+            self._fill(kind, args)
         group = next((g for g in map(_group, args) if g is not None), None)
         if group is not None and group.size() > 1 and kind not in ("receive", "barrier"):
             if kind == "send" and not args[0][0].is_floating_point():
@@ -306,8 +311,27 @@ class StepCounter(TorchDispatchMode):
                     tensor.mul_(group.size())
 
 
+def _on_meta(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """Run an operation on the meta device; one without results only writes values, so it is left out."""
+    if tensors and not func._schema.returns:
+        return None
+    if any(x.device != META for x in tensors):
+        args, kwargs = tree_map_only(Tensor, lambda x: x.to(META), (args, kwargs))
+    out = func(*args, **_with_device(kwargs, META))
+    if func in CONVOLUTIONS:  # on devices, they keep the memory format
+        x = args[CONVOLUTIONS[func]]
+        form = suggest_memory_format(x)
+        return tree_map_only(Tensor, lambda y: y.to(memory_format=form) if y.dim() == x.dim() else y, out)
+    return out
+
+
+def _with_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Replace the device for which a program creates a tensor."""
+    return kwargs if kwargs.get("device") is None else {**kwargs, "device": device}
+
+
 def _is_table(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return whether an operation without fake tensors creates a small table, which is computed with real values."""
+    """Return whether an operation on tensors with values creates a small table, which is computed with real values."""
     if tensors:
         limit = REAL_FLOATS if any(x.is_floating_point() for x in tensors) else REAL_ELEMENTS
         return sum(x.numel() for x in tensors) <= limit
@@ -416,6 +440,17 @@ def _bytes_of_sums(_grad: Tensor, query: Tensor, *args: Any) -> int:
 
 def _pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> int:
     """Return the number of query-key pairs in segments; uses the longest segment if lengths have no values."""
-    if any(type(x) is not Tensor or x.is_meta for x in (cu_seqlens_q, cu_seqlens_k)):
+    if META in (cu_seqlens_q.device, cu_seqlens_k.device):
         return (len(cu_seqlens_q) - 1) * max_seqlen_q * max_seqlen_k
     return int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff()).sum())
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """List the tensors among arguments, including those in lists."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += tensors_in(value)
+    return tensors

@@ -22,16 +22,13 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Stage
 from dit.models.expert_options import ExpertOptions
 from dit.parallel.build import build_on_one_rank
 from dit.patchify import Grid
-from dit.tracing.counter import flop_formulas
+from dit.tracing.counter import StepCounter
 from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import LocalProvider, fake_world
@@ -156,36 +153,6 @@ def forward_cost(model: ModelConfig) -> ForwardCost:
     return _COSTS.setdefault((type(model), repr(model)), ForwardCost(copy.deepcopy(model)))
 
 
-class _MetaFlops(TorchDispatchMode):
-    """Counts operations on the meta device, where tensors have shapes but no values.
-
-    Tables stay real on the CPU, because segments and routes need their values, unless an argument is a meta tensor.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-        self._formulas = flop_formulas()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch's check doubles the cost of a call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(isinstance(x, Tensor) and x.is_meta for x in tree_iter((args, kwargs))):
-            args, kwargs = tree_map(_without_values, (args, kwargs))
-        out = func(*args, **kwargs)
-        formula = self._formulas.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=out)
-        return out
-
-
-def _without_values(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
 class _Shortened:
     """A backbone on the meta device with the shortest run of layers that contains all kinds.
 
@@ -194,7 +161,7 @@ class _Shortened:
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        self._counter = _MetaFlops()
+        self._counter = StepCounter()
         all_kinds = [model.layer_kind(i) for i in range(model.megatron_sizes().num_layers)]
         lengths = range(len(set(all_kinds)), len(all_kinds))
         runs = (range(i, i + length) for length in lengths for i in range(len(all_kinds) - length + 1))
@@ -221,11 +188,11 @@ class _Shortened:
             layer.register_forward_hook(functools.partial(self._note, i, 1))
 
     def _note(self, i: int, sign: int, *_: Any) -> None:
-        self._flops[i] += sign * self._counter.flops
+        self._flops[i] += sign * self._counter.trace.flops
 
     def count(self, pack: PackShape) -> ForwardFlops:
         """Run a forward pass, and multiply the cost of each kind of layer by its number in the model."""
-        self._counter.flops, self._flops[:] = 0, [0] * len(self._flops)
+        self._counter.trace.flops, self._flops[:] = 0, [0] * len(self._flops)
         batch = batch_of(self.model, pack)
         # Position embeddings and texts are as wide as the network, and their values determine no shapes.
         texts = {n: replace(x, values=x.values.to("meta")) for n, x in batch.conditions.items() if x.layout is not None}
@@ -242,4 +209,4 @@ class _Shortened:
                 "`layer_kind`, which returns a different value for each kind"
             ) from error
         layers = sum(times * flops for times, flops in zip(self._times, self._flops, strict=True))
-        return ForwardFlops(self._counter.flops - sum(self._flops) + layers, layers)
+        return ForwardFlops(self._counter.trace.flops - sum(self._flops) + layers, layers)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dit.patches import replaced
+from dit.tracing.counter import StepCounter
 
 
 def experts_evenly_full() -> AbstractContextManager[None]:
@@ -20,11 +21,10 @@ def experts_evenly_full() -> AbstractContextManager[None]:
 
 def _evenly(choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a routing function: it runs with the same cost, and returns its result for even scores."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def select(scores_TE: Tensor, *args: Any) -> Tensor:
         choose(scores_TE, *args)  # run for its cost only
-        with unset_fake_temporarily():
+        with replaced(StepCounter, keeps_values=True):
             return choose(_even_scores(*scores_TE.shape), *args)
 
     return select

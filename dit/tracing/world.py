@@ -1,8 +1,8 @@
-"""Fake process groups, with which one process acts as one rank of a larger world."""
+"""Fake process groups, with which one process acts as one rank of a larger world, and attention without scores."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,14 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from dit.backends.provider import LayerProvider
+from dit.kernels import attention
 from dit.patches import patches, replaced
 
 
 @patches(
     "torch 2.11-2.14",
-    "torch/testing/_internal/distributed/fake_pg.py; torch/distributed: all_gather_object, broadcast_object_list; "
+    "torch/testing/_internal/distributed/fake_pg.py; torch/distributed: Backend, all_gather_object, "
+    "broadcast_object_list; "
     "megatron/core/optimizer/__init__.py: _get_param_groups",
     why="one process acts as one rank; objects of other ranks are assumed to be equal, but a pipeline stage without "
     "trained weights has the parameter groups of the others, which are empty there",
@@ -35,12 +37,31 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
     param_groups = optimizer._get_param_groups
     objects = {"all_gather_object": all_gather_object, "broadcast_object_list": lambda *_, **__: None}
+    devices = dist.Backend.backend_capability["fake"]
+    devices += [] if "meta" in devices else ["meta"]
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
     try:
         with replaced(optimizer, _get_param_groups=groups_of_stage), replaced(dist, **objects):
             yield
     finally:
         dist.destroy_process_group()
+
+
+@patches(
+    "torch 2.11-2.14",
+    "torch/nn/functional.py: scaled_dot_product_attention",
+    why="on the meta device, torch selects a kernel that saves the scores",
+)
+def fused_attention() -> contextlib.AbstractContextManager[None]:
+    """Replace torch's attention by a kernel that saves no scores, as on an accelerator."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def sdpa(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Optional[Tensor] = None, *, enable_gqa: bool = False
+    ) -> Tensor:
+        return kernel(q, k, v, attn_mask=attn_mask)[0]
+
+    return replaced(attention, sdpa=sdpa)
 
 
 class LocalGroups:
