@@ -276,8 +276,8 @@ class SequenceLayout:
         if self.parent is not None:
             return self.parent.table(_of_shard, self.share, make, *others, **named)
         # A marker in place of this layout: a reference cycle would keep its tables until garbage collection.
-        stored = tuple(ITSELF if x is self else x for x in others)
-        key: tuple[object, ...] = make, *(x.sizes if isinstance(x, SequenceLayout) else x for x in others)
+        stored = tuple([ITSELF if x is self else x for x in others])  # lists take less time than generators
+        key: tuple[object, ...] = make, *[x.sizes if isinstance(x, SequenceLayout) else x for x in others]
         # Keys of packs of fixed size have no lengths, so layouts of the same size are told apart by a further word.
         while self.is_fixed and key in self.tables and _identities(self.tables[key][0]) != _identities(stored):
             key = (*key, "another")

@@ -23,7 +23,8 @@ class SplitHeads(Protocol):
 
     def __call__(
         self,
-        x_TGMH: Tensor,
+        x: Tensor,
+        groups: int,
         heads: Heads,
         norm: Optional[HeadNorm] = None,
         rotation: Optional[Rotation] = None,

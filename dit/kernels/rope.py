@@ -6,6 +6,7 @@ Source: Su et al. 2021, arXiv:2104.09864, in the half-split form of Llama; QK no
 arXiv:2302.05442, with RMS (Zhang and Sennrich 2019).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
@@ -49,21 +50,30 @@ class Heads:
     values: bool = True
 
     @property
+    def parts(self) -> tuple[int, int, int]:
+        """Number of query, key and value heads in a group."""
+        return self.queries, int(self.keys), int(self.values)
+
+    @property
     def size(self) -> int:
         """Number of heads in a group."""
         return self.queries + self.keys + self.values
+
+    def grouped(self, x: Tensor, groups: int) -> Tensor:
+        """View a projection `[T, ...]` as `[T, G, M, H]`."""
+        return x.view(x.shape[0], groups, self.size, math.prod(x.shape[1:]) // (groups * self.size))
 
     def views(self, x_TGMH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[T, N, H]`, keys and values `[T, G, H]`; missing parts have zero heads."""
         if self.queries == 1 and self.keys and self.values:
             q, k, v = x_TGMH.unbind(2)
             return q, k, v
-        q, k, v = x_TGMH.split([self.queries, int(self.keys), int(self.values)], dim=2)
+        q, k, v = x_TGMH.split(list(self.parts), dim=2)
         return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
     def present(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts that the projection has."""
-        return [part for part, has in zip(parts, (self.queries, self.keys, self.values)) if has]
+        return [part for part, has in zip(parts, self.parts) if has]
 
 
 class HeadNorm(NamedTuple):
@@ -75,7 +85,8 @@ class HeadNorm(NamedTuple):
 
 
 def split_heads(
-    x_TGMH: Tensor,
+    x: Tensor,
+    groups: int,
     heads: Heads,
     norm: Optional[HeadNorm] = None,
     rotation: Optional[Rotation] = None,
@@ -84,17 +95,18 @@ def split_heads(
     """Split the output of a projection into queries, keys and values; normalise and rotate queries and keys.
 
     Args:
-        x_TGMH: output of the projection, including its bias.
+        x: output of the projection, including its bias, `[T, G * M * H]` or `[T, G, M * H]`.
+        groups: G, the local groups of heads.
         bias: bias of the projection `[G * M * H]` if this function computes its gradient, else None.
 
     Returns:
         Queries `[T, N, H]`, keys and values `[T, G, H]`, without the parts that the projection does not have.
     """
     assert bias is None, "the eager form does not compute the gradient of the bias; the projection does"
-    q, k, v = heads.views(x_TGMH)
+    q, k, v = heads.views(heads.grouped(x, groups))
     if norm is not None:
         q, k = (
-            x if weight is None else F.rms_norm(x, x.shape[-1:], weight, norm.eps)
-            for x, weight in ((q, norm.weight_q), (k, norm.weight_k))
+            part if weight is None else F.rms_norm(part, part.shape[-1:], weight, norm.eps)
+            for part, weight in ((q, norm.weight_q), (k, norm.weight_k))
         )
     return heads.present((rotate(q, rotation), rotate(k, rotation), v))

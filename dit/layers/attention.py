@@ -70,8 +70,7 @@ def head_norm(norms: tuple[nn.Module, nn.Module], heads: Heads) -> Optional[Head
 
 def head_matrices(heads: Heads, head_size: int) -> Matrices:
     """Return queries, keys and values as matrices of a projection that is ordered by group."""
-    counts = heads.queries, int(heads.keys), int(heads.values)
-    return Matrices(tuple((count * head_size, 1) for count in counts if count))
+    return Matrices(tuple((count * head_size, 1) for count in heads.parts if count))
 
 
 ONE_HEAD = Heads(1, keys=False, values=False)
@@ -93,15 +92,15 @@ def split_heads(
         groups: local groups of heads.
         norms: norms of queries and of keys, from `qk_norms`; identities for none.
     """
-    x_TGMH, bias = projection.y.unflatten(-1, (groups, heads.size, -1)), projection.bias
+    x_TF, bias = projection
     if not isinstance(norms[1], WidthRMSNorm):
-        return kernels.split_heads(x_TGMH, heads, head_norm(norms, heads), rotation, bias)
-    parts = kernels.split_heads(x_TGMH, heads, bias=bias)
+        return kernels.split_heads(x_TF, groups, heads, head_norm(norms, heads), rotation, bias)
+    parts = kernels.split_heads(x_TF, groups, heads, bias=bias)
     present = [norm for norm, has in zip(norms, (heads.queries, heads.keys)) if has]
     for i, norm in enumerate(present):  # full-width norms may need sums over several ranks, so they are not fused
         parts[i] = norm(parts[i])
         if rotation is not None:
-            (parts[i],) = kernels.split_heads(parts[i][:, :, None], ONE_HEAD, rotation=rotation)
+            (parts[i],) = kernels.split_heads(parts[i], parts[i].shape[1], ONE_HEAD, rotation=rotation)
     return parts
 
 

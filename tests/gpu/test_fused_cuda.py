@@ -65,7 +65,7 @@ def test_heads(heads, size, dtype):
 
     def operation(kernels, x, weight_q, weight_k):
         rotation = Rotation(angles.cos().float(), angles.sin().float())  # the eager rotation is float32 for any input
-        return kernels.split_heads(x, Heads(1), HeadNorm(weight_q, weight_k, 1e-6), rotation)
+        return kernels.split_heads(x, heads, Heads(1), HeadNorm(weight_q, weight_k, 1e-6), rotation)
 
     check(operation, draws((PACK.total_tokens, heads, 3, size), (size,), (size,)), dtype)
 
@@ -86,7 +86,7 @@ def operations(tokens, last):
         "residual_norm": lambda x: fused.residual_norm_modulate(x, x, gate[-samples:], None, into, layout),
         "gelu": lambda x: [fused.gelu_tanh(x, bias)],
         "swiglu": lambda x: [fused.swiglu(x, None)],
-        "heads": lambda x: fused.split_heads(x.view(tokens, -1, 3, 128), Heads(1), norm),
+        "heads": lambda x: fused.split_heads(x, WIDTH // (3 * 128), Heads(1), norm),
     }
 
 

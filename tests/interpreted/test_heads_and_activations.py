@@ -24,7 +24,7 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
     def kernel(x, weight_q, weight_k, b):
         of_heads = HeadNorm(weight_q, weight_k, EPS) if norm else None
         given = x if b is None else x + b.detach().view(x.shape[1:])  # as the projection does, without a gradient
-        return fused.split_heads(given, heads, of_heads, rotation, b)
+        return fused.split_heads(given, groups, heads, of_heads, rotation, b)
 
     def reference(x, weight_q, weight_k, b):
         return formulas.heads(x, heads, weight_q, weight_k, EPS, angles if rope else None, b)
@@ -76,9 +76,9 @@ def test_bf16_equals_the_formula():
 def test_values_and_unchanged_heads_are_views():
     """Only changed parts are copied."""
     x = torch.randn(4, 3, 3, 8)
-    q, k, v = fused.split_heads(x, Heads(1))
+    q, k, v = fused.split_heads(x, 3, Heads(1))
     assert {t.untyped_storage().data_ptr() for t in (q, k, v)} == {x.untyped_storage().data_ptr()}
-    q, _, v = fused.split_heads(x, Heads(1), HeadNorm(torch.ones(8), torch.ones(8), EPS))
+    q, _, v = fused.split_heads(x, 3, Heads(1), HeadNorm(torch.ones(8), torch.ones(8), EPS))
     assert v.data_ptr() == x[:, :, 2].data_ptr()
     assert q.data_ptr() != x.data_ptr()
 

@@ -25,11 +25,13 @@ class _SplitHeads(torch.autograd.Function):
         weight_q: Optional[Tensor],
         weight_k: Optional[Tensor],
         bias: Optional[Tensor],
+        groups: int,
         heads: Heads,
         eps: float,
         cos: Optional[Tensor],
         sin: Optional[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.shape, x = x.shape, heads.grouped(x, groups)
         normed = weight_q is not None or weight_k is not None
         if normed or cos is not None:
             first_value = heads.queries + heads.keys
@@ -38,17 +40,17 @@ class _SplitHeads(torch.autograd.Function):
         else:
             q, k, v = heads.views(x)
         ctx.save_for_backward(x if normed else None, weight_q, weight_k, cos, sin)
-        ctx.heads, ctx.groups, ctx.eps, ctx.bias = heads, x.shape[1], eps, bias is not None
-        ctx.parts = q.shape, k.shape, v.shape
-        ctx.set_materialize_grads(False)
+        ctx.heads, ctx.groups, ctx.eps, ctx.bias = heads, groups, eps, bias is not None
         return q, k, v
 
     @staticmethod
-    def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
         x, weight_q, weight_k, cos, sin = ctx.saved_tensors
         heads: Heads = ctx.heads
-        like = next(g for g in grads if g is not None)
-        q, k, v = [_rows(g, shape, like) for g, shape in zip(grads, ctx.parts)]
+        q, k, v = [
+            None if not has else grad if grad.stride(-1) == 1 else grad.contiguous()
+            for grad, has in zip(grads, heads.parts)
+        ]
         grad_x, bias_sums, weight_sums = ops.heads_backward(
             *(q, k, v, x, weight_q, weight_k, cos, sin, ctx.groups, ctx.eps, ctx.bias)
         )
@@ -62,18 +64,12 @@ class _SplitHeads(torch.autograd.Function):
                 grad_k = parts[-1]
         if ctx.bias:
             grad_bias = ops.column_sums(bias_sums, grad_x.dtype)
-        return grad_x, grad_q, grad_k, grad_bias, None, None, None, None
-
-
-def _rows(grad: Optional[Tensor], shape: torch.Size, like: Tensor) -> Optional[Tensor]:
-    """Return a gradient with contiguous features; zeros for unused heads, None if there are no heads."""
-    if grad is None:
-        return like.new_zeros(shape) if shape.numel() else None
-    return grad if grad.stride(-1) == 1 else grad.contiguous()
+        return grad_x.view(ctx.shape), grad_q, grad_k, grad_bias, *[None] * 5
 
 
 def split_heads(
-    x_TGMH: Tensor,
+    x: Tensor,
+    groups: int,
     heads: Heads,
     norm: Optional[HeadNorm] = None,
     rotation: Optional[Rotation] = None,
@@ -83,20 +79,20 @@ def split_heads(
     weights = (None, None) if norm is None else (norm.weight_q, norm.weight_k)
     angles = (None, None) if rotation is None else (rotation.cos_T1H, rotation.sin_T1H)
     eps = 0.0 if norm is None else norm.eps
-    out = apply(_SplitHeads, x_TGMH, *weights, bias, heads, eps, *angles)
+    out = apply(_SplitHeads, x, *weights, bias, groups, heads, eps, *angles)
     if norm is not None or rotation is not None:
         if heads.queries:
-            recomputes(out[0], _queries, x_TGMH, heads, *weights, *angles, eps)
+            recomputes(out[0], _queries, x, groups, heads, *weights, *angles, eps)
         if heads.keys:
-            recomputes(out[1], _keys, x_TGMH, heads, *weights, *angles, eps)
+            recomputes(out[1], _keys, x, groups, heads, *weights, *angles, eps)
     return heads.present(out)
 
 
-def _queries(x: Tensor, heads: Heads, *arguments: Any) -> Tensor:
+def _queries(x: Tensor, groups: int, heads: Heads, *arguments: Any) -> Tensor:
     q, k, cos, sin, eps = arguments
-    return ops.heads(x[:, :, : heads.queries], q, k, cos, sin, False, eps)[0]
+    return ops.heads(heads.grouped(x, groups)[:, :, : heads.queries], q, k, cos, sin, False, eps)[0]
 
 
-def _keys(x: Tensor, heads: Heads, *arguments: Any) -> Tensor:
+def _keys(x: Tensor, groups: int, heads: Heads, *arguments: Any) -> Tensor:
     q, k, cos, sin, eps = arguments
-    return ops.heads(x[:, :, heads.queries : heads.queries + 1], q, k, cos, sin, True, eps)[1]
+    return ops.heads(heads.grouped(x, groups)[:, :, heads.queries : heads.queries + 1], q, k, cos, sin, True, eps)[1]

@@ -4,19 +4,23 @@ from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
 from torch.autograd import Function
+from torch.compiler import is_dynamo_compiling
 
-P = ParamSpec("P")
+Arguments = TypeVarTuple("Arguments")
 R = TypeVar("R")
 _LIBRARY = torch.library.Library("dit", "FRAGMENT")
 _TENSORS = torch.Tensor, torch.nn.Parameter
 
 
-def operator(name: str, empty_results: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def operator(
+    name: str, empty_results: Callable[..., object]
+) -> Callable[[Callable[[*Arguments], R]], Callable[[*Arguments], R]]:
     """Return a decorator that registers a function of tensors as the operator `dit::name`.
 
     The decorated function calls the operator if the compiler, a profiler, fake tensors or another dispatch mode trace
@@ -29,22 +33,22 @@ def operator(name: str, empty_results: Callable[..., object]) -> Callable[[Calla
         empty_results: returns uninitialised results for the same arguments, for fake tensors.
     """
 
-    def register(function: Callable[P, R]) -> Callable[P, R]:
+    def register(function: Callable[[*Arguments], R]) -> Callable[[*Arguments], R]:
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dit::{name}", empty_results, lib=_LIBRARY)
-        registered: Callable[P, R] = getattr(torch.ops.dit, name).default
+        registered: Callable[[*Arguments], R] = getattr(torch.ops.dit, name).default
 
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return (registered if _is_traced(args) else function)(*args, **kwargs)
+        def call(*args: *Arguments) -> R:
+            return (registered if _is_traced(args) else function)(*args)
 
         return call
 
     return register
 
 
-def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def launched_by(launcher: str) -> Callable[[Callable[[*Arguments], R]], Callable[[*Arguments], R]]:
     """Return a decorator that turns a function which allocates results into the operator that computes them.
 
     The operator calls the function, then the launcher with the same arguments and the allocated results.
@@ -55,11 +59,10 @@ def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
     module, name = launcher.split(".")
 
-    def register(empty_results: Callable[P, R]) -> Callable[P, R]:
+    def register(empty_results: Callable[[*Arguments], R]) -> Callable[[*Arguments], R]:
         @wraps(empty_results)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            assert not kwargs, "the launcher takes its arguments by position"
-            results = empty_results(*args, **kwargs)
+        def run(*args: *Arguments) -> R:
+            results = empty_results(*args)
             getattr(_gpu(module), name)(*args, results)
             return results
 
@@ -70,7 +73,7 @@ def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def apply(function: type[Function], *args: object) -> Any:
     """Call an autograd function without `Function.apply`, whose checks for other tracers take half of the host time."""
-    if torch.compiler.is_compiling() or _are_functorch_transforms_active():
+    if is_dynamo_compiling() or _are_functorch_transforms_active():
         return function.apply(*args)
     return super(Function, function).apply(*args)  # type: ignore[misc]
 
@@ -83,7 +86,7 @@ def _gpu(module: str) -> ModuleType:
 
 def _is_traced(args: tuple[object, ...]) -> bool:
     """Return whether a tracer is active, or the first argument other than None is of a subclass of Tensor."""
-    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
+    if is_dynamo_compiling() or _len_torch_dispatch_stack() or _profiler_enabled():
         return True
     for value in args:
         if value is not None:

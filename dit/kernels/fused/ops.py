@@ -102,17 +102,13 @@ def segment_sums(
     weight_D: Optional[Tensor],
     table_B3: Tensor,
     offsets_S: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """Sum the blocks of `residual_norm_backward`.
 
     Returns:
-        The gradients of shift, scale, gate, bias and weight, with their shapes and dtypes.
+        The gradients of those that are not None of gate, bias, shift, scale and weight, with their shapes and dtypes.
     """
-    absent = sums_BKD.new_empty(0)
-    shift, scale, gate, bias, weight = (
-        absent if like is None else torch.empty_like(like) for like in (scale_SD, scale_SD, gate_SD, bias_D, weight_D)
-    )
-    return shift, scale, gate, bias, weight
+    return [torch.empty_like(x) for x in (gate_SD, bias_D, scale_SD, scale_SD, weight_D) if x is not None]
 
 
 @launched_by("heads.heads")

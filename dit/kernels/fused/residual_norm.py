@@ -68,16 +68,12 @@ class _ResidualNorm(torch.autograd.Function):
         modulation = gate, bias, scale, weight
         table = ctx.blocks.table, ctx.blocks.offsets
         grad_x, grad_y, sums = ops.residual_norm_backward(grad_normed, grad_out, x, y, *modulation, statistics, *table)
-        shift_grad, scale_grad, gate_grad, bias_grad, weight_grad = ops.segment_sums(sums, *modulation, *table)
+        grads = iter(ops.segment_sums(sums, *modulation, *table))
         grad_of_x = grad_out if scale is None else grad_x
         return (
             grad_of_x,
             (grad_of_x if gate is None else grad_y) if ctx.residual else None,
-            None if gate is None else gate_grad,
-            None if bias is None else bias_grad,
-            None if scale is None else shift_grad,
-            None if scale is None else scale_grad,
-            None if weight is None else weight_grad,
+            *[None if x is None else next(grads) for x in (gate, bias, scale, scale, weight)],
             *(None, None, None),
         )
 
@@ -90,7 +86,7 @@ def _apply(
     into: Optional[NormModulation],
     layout: SequenceLayout,
 ) -> tuple[Tensor, Tensor]:
-    if bias_D is not None and y_TD is not None and len(bias_D) > WIDEST_WITH_BIAS:
+    if bias_D is not None and y_TD is not None and bias_D.shape[0] > WIDEST_WITH_BIAS:
         y_TD, bias_D = y_TD + bias_D, None
     shift = scale = weight = None
     if into is not None:

@@ -138,7 +138,7 @@ class JointLayer(nn.Module):
         return text_KD, self.image.output(x_TD, image_out, image_mods, layout)
 
     def _rotated(self, x_JNH: Tensor, rotation_J: Optional[Rotation]) -> Tensor:
-        return self.kernels.split_heads(x_JNH[:, :, None], ONE_HEAD, rotation=rotation_J)[0]
+        return self.kernels.split_heads(x_JNH, x_JNH.shape[1], ONE_HEAD, rotation=rotation_J)[0]
 
 
 class SingleLayer(nn.Module):
@@ -187,7 +187,7 @@ class SingleLayer(nn.Module):
         x_JD, y_JD = mod.norm_modulate(x_JD, layout)
         qkv, mlp = self.linear_in(y_JD).unflatten(-1, (self.local_heads, -1)).split(self.shares, -1)
         norm = head_norm((self.q_layernorm, self.k_layernorm), Heads(1))
-        q, k, v = self.kernels.split_heads(qkv.unflatten(-1, (3, -1)), Heads(1), norm, rotation_J)
+        q, k, v = self.kernels.split_heads(qkv, self.local_heads, Heads(1), norm, rotation_J)
         attended = self.attention(q, k, v, joint, joint)
         both = torch.cat([attended, self.activation(mlp, None)], -1)
         return mod.gated_residual(x_JD, self.linear_out(both.flatten(1)), layout)

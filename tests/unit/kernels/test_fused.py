@@ -262,7 +262,7 @@ def launches_of(lengths, side):
         rotation = Rotation(torch.zeros(T, 1, 8), torch.zeros(T, 1, 8))
         outs = [
             *kernels.residual_norm_modulate(leaf(T, D), leaf(T, D), leaf(S, D), leaf(D), into, layout),
-            *kernels.split_heads(leaf(T, 4, 3, 16), Heads(1), HeadNorm(leaf(16), leaf(16), 1e-6), rotation, leaf(192)),
+            *kernels.split_heads(leaf(T, 192), 4, Heads(1), HeadNorm(leaf(16), leaf(16), 1e-6), rotation, leaf(192)),
             kernels.gelu_tanh(leaf(T, D), leaf(D)),
             kernels.norm_groups(leaf(1, D, side, side), Groups(leaf(D), leaf(D), 8, 1e-6), leaf(1, D), leaf(1, D)),
         ]

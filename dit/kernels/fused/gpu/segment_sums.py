@@ -19,10 +19,10 @@ def segment_sums_kernel(
     bias,
     scale,
     weight,
-    grad_shift,
-    grad_scale,
     grad_gate,
     grad_bias,
+    grad_shift,
+    grad_scale,
     grad_weight,
     gate_stride,
     scale_stride,
@@ -88,11 +88,13 @@ def segment_sums_kernel(
 
 
 def segment_sums(sums, gate_SD, bias_D, scale_SD, weight_D, table_B3, offsets_S, outputs):
-    """Launch the sums kernel; `outputs` are the gradients of shift, scale, gate, bias and weight."""
+    """Launch the sums kernel; `outputs` are the gradients of gate, bias, shift, scale and weight, if present."""
+    grads = iter(outputs)
+    all_grads = [None if x is None else next(grads) for x in (gate_SD, bias_D, scale_SD, scale_SD, weight_D)]
     size, segments = sums.shape[-1], len(offsets_S) - 1
     grid = segments + (bias_D is not None or weight_D is not None), cdiv(size, COLUMNS)
     segment_sums_kernel[grid](
-        *(sums, offsets_S, table_B3, gate_SD, bias_D, scale_SD, weight_D, *outputs),
+        *(sums, offsets_S, table_B3, gate_SD, bias_D, scale_SD, weight_D, *all_grads),
         *map(stride, (gate_SD, scale_SD)),
         *(size, segments),
         **flags(gate_SD, bias_D, scale_SD, weight_D),
