@@ -7,6 +7,7 @@ trusted: they only fill fields of classes of this project and of `DIT_PACKAGES`,
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
+from inspect import isabstract
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dit.config_record import import_trusted
@@ -86,9 +87,8 @@ def objective_of(record: object) -> Objective:
     name, objective_class = settings.pop("name", None), None
     if isinstance(record, Mapping) and isinstance(name, str) and (name in OBJECTIVES or "." in name):
         objective_class = import_trusted(OBJECTIVES.get(name, name).replace(":", "."), "the record's objective")
-    if not (
-        isinstance(objective_class, type) and issubclass(objective_class, Objective) and is_dataclass(objective_class)
-    ):
+    is_objective = isinstance(objective_class, type) and issubclass(objective_class, Objective)
+    if not is_objective or not is_dataclass(objective_class) or isabstract(objective_class):
         raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
     return build(objective_class, settings, f"objective {name}")
 

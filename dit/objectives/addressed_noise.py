@@ -16,6 +16,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from dit.errors import ConfigError
 from dit.layout import CLEAN, SequenceLayout
 from dit.philox import MASK32, Words, philox, to_normal, to_uniform
 
@@ -76,7 +77,12 @@ class AddressedNoise:
 
     def level_S(self) -> Tensor:
         """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`."""
-        assert self.layout.levels is None, "the objective has one noise level per sample"  # see `check_levels`
+        if self.layout.levels is not None:
+            raise ConfigError(
+                "the samples have several noise levels, such as clean first frames, and this objective has one per "
+                "sample; use objective=flow_matching, edm or ddpm, or data without data.clean_first_frame, "
+                "data.frame_levels, data.inpaint and data.references"
+            )
         return self.quantile_S(0)
 
     def level_L(self) -> Tensor:

@@ -1,6 +1,7 @@
 """The stages of benchmarks/on_gpu.sh: command lines, cases and bars are valid, and a command may fail."""
 
 import json
+import signal
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,10 @@ def test_an_interrupted_stage_stops_its_command(tmp_path: Path, monkeypatch: pyt
     program = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     (tmp_path / "runs.py").write_text(f"import os, sys; print(os.getpid(), flush=True); {program}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        gpu_stages.run_command(Command("runs", ("runs",)), "values", tmp_path, 60.0, dry=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu_stages.run_command(Command("runs", ("runs",)), "values", tmp_path, 60.0, dry=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not psutil.pid_exists(int((tmp_path / "values" / "runs.log").read_text()))
