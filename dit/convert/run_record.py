@@ -87,8 +87,12 @@ def objective_of(record: object) -> Objective:
     name, objective_class = settings.pop("name", None), None
     if isinstance(record, Mapping) and isinstance(name, str) and (name in OBJECTIVES or "." in name):
         objective_class = import_trusted(OBJECTIVES.get(name, name).replace(":", "."), "the record's objective")
-    is_objective = isinstance(objective_class, type) and issubclass(objective_class, Objective)
-    if not is_objective or not is_dataclass(objective_class) or isabstract(objective_class):
+    if not (
+        isinstance(objective_class, type)
+        and issubclass(objective_class, Objective)
+        and is_dataclass(objective_class)
+        and not isabstract(objective_class)
+    ):
         raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
     return build(objective_class, settings, f"objective {name}")
 
