@@ -5,7 +5,6 @@ Pillow and FFmpeg choose a reader by the content of a file, not by its name. Som
 """
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from fractions import Fraction
 from io import BytesIO
@@ -111,7 +110,11 @@ def mp4_bytes(frames: Sequence["Image"], fps: float, *, pix_fmt: Literal["yuv420
 
 def reads_videos() -> bool:
     """Return whether PyAV is installed."""
-    return importlib.util.find_spec("av") is not None
+    try:
+        import av  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _av(is_missing: str) -> Any:

@@ -41,8 +41,10 @@ class Contents:
 
     def largest_grids(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
         """Return (t, h, w) in patches of the largest sample, and of each reference that a sample may have."""
-        of_each = self.shapes, *[self.reference_shapes or self.shapes] * self.most_references
-        return [grid_of(*max(shapes, key=math.prod)[1:], patch_temporal, patch_spatial) for shapes in of_each]
+        shapes_of_pictures = self.shapes, *[self.reference_shapes or self.shapes] * self.most_references
+        return [
+            grid_of(*max(shapes, key=math.prod)[1:], patch_temporal, patch_spatial) for shapes in shapes_of_pictures
+        ]
 
     @property
     def needs_text_encoder(self) -> bool:

@@ -7,6 +7,7 @@ calls any `_target_`; this one accepts only a subclass of the setting's type, fr
 
 import inspect
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -25,13 +26,14 @@ from launch.overrides import annotation_of, component_types, normalise, paramete
 
 
 def built(task: Partial) -> RunConfig:
-    """Build the parts of a run of `pretrain`."""
-    if (name := _function_name(task)) != TRAINING_FUNCTION:
+    """Build the parts of a run of `pretrain`, or of a function with the same parts."""
+    parts = fiddle.build(task).keywords
+    if parts.keys() != {part.name for part in fields(RunConfig)}:
         raise ConfigError(
-            f"{name} is not {TRAINING_FUNCTION}, of which runs are checked, planned and measured; only train with this "
-            "recipe (--yes), or print its settings (--print-config)"
+            f"{_function_name(task)} does not take the parts of {TRAINING_FUNCTION}, so its runs cannot be checked, "
+            "planned or measured; train with launch.train (--yes), or print the settings (--print-config)"
         )
-    return RunConfig(**fiddle.build(task).keywords)
+    return RunConfig(**parts)
 
 
 def _function_name(task: Partial) -> str:

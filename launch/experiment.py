@@ -97,7 +97,7 @@ def check(cells: Sequence[grid.Cell], executor: "Executor") -> None:
         try:
             config = config_file.built(train.resolve(cli.Options(factory=cell.recipe, overrides=cell.overrides)))
             if in_container:
-                config.sampling.vae = None
+                config.sampling.vae = None  # a folder of the container
             config.check(ranks)
         except UserError as error:
             line = str(error).splitlines()[0]

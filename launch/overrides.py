@@ -141,7 +141,7 @@ def parameters(target: Node) -> dict[str, object]:
 
 @cache
 def _annotations(fn: Callable[..., Any]) -> dict[str, object]:
-    hints = typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else inspect.unwrap(fn))
+    hints = typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else inspect.unwrap(getattr(fn, "func", fn)))
     return {name: hints.get(name, Any) for name in inspect.signature(fn).parameters}
 
 
@@ -283,14 +283,17 @@ def parse_call(function: Callable[..., Any], text: str, option: str) -> partial[
     name, has_arguments, arguments = text.partition("(")
     if has_arguments and not arguments.endswith(")"):
         raise ConfigError(f"{option} {text}: a parenthesis at its end is missing; write {name}(...)")
-    annotations, values = _annotations(function), dict[str, Any]()
+    annotations = _annotations(function) if has_arguments else {}
+    values: dict[str, Any] = {}
     for word in split_arguments(arguments.removesuffix(")")):
         key, _, value = (part.strip() for part in word.partition("="))
         if key not in annotations:
             names = ", ".join(annotations)
             takes = f"takes {names}" if names else "takes no arguments; its settings can be overridden"
             near = did_you_mean(key, annotations)
-            raise ConfigError(f"{option} {text}: {function.__name__} has no argument {key!r}, it {takes}{near}")
+            raise ConfigError(f"{option} {text}: {name} has no argument {key!r}, it {takes}{near}")
+        if not value:
+            raise ConfigError(f"{option} {text}: {key} has no value; write {key}=VALUE")
         values[key] = parse_value(value, annotations[key], f"{option} {text}: {key}")
     return partial(function, **values)
 

@@ -292,7 +292,6 @@ def test_workers_end_with_the_training_process(how: str, longer: int, tmp_path: 
     (tmp_path / "users_data.py").write_text("""
 import os, warnings
 from pathlib import Path
-from threading import Thread
 from tests.support.sources import Watched
 with (Path(__file__).parent / "imports").open("a") as file:
     print(os.getpid(), file=file)

@@ -1,5 +1,6 @@
 """Recipes of a user's own module, whose training fails on request; named by `--factory tests.unit.launch...`."""
 
+import functools
 import os
 
 import nemo_run as run
@@ -11,7 +12,9 @@ from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
+from launch.overrides import parameters
 from recipes.models import dit_s
+from recipes.tiny import tiny_dit
 
 OUTCOMES = {
     "config": errors.ConfigError("width 3 does not fit; use 4"),
@@ -51,6 +54,19 @@ def ending(num_steps: int = 1) -> run.Partial:
         parallel=run.Config(ParallelConfig),
         training=run.Config(TrainingConfig, num_steps=num_steps),
     )
+
+
+def wrapper(**parts: object) -> None:
+    """Take the parts of the project's training function."""
+
+
+def wrapped() -> "Unknown":  # type: ignore[name-defined]  # noqa: F821
+    """Return tiny_dit for `wrapper`; a recipe may have annotations that are imported only for type checkers."""
+    task = tiny_dit()
+    return run.Partial(wrapper, **{name: getattr(task, name) for name in parameters(task)})
+
+
+wrapped_partial = functools.partial(wrapped)
 
 
 def not_a_recipe() -> int:

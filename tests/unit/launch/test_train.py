@@ -11,7 +11,7 @@ import yaml
 
 from dit.monitoring import run_lock
 from dit.planner.devices import DEVICES
-from launch import cli, environment, train
+from launch import cli, config_file, environment, train
 
 OWN = "tests.unit.launch.recipes_for_tests.ending"
 HEAVY = ("torch", "nemo_run", "megatron", "numpy", "yaml")
@@ -54,6 +54,12 @@ def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, mon
     assert int(written["extraInfo"]["timestamp"]) == 1000 - age_s
 
 
+@pytest.mark.parametrize("name", ["wrapped", "wrapped_partial"])
+def test_recipes_of_a_function_with_the_same_parts_are_checked_and_planned(name):
+    recipe = train.call_recipe(f"tests.unit.launch.recipes_for_tests.{name}")
+    assert config_file.built(recipe) == config_file.built(train.call_recipe("tiny_dit"))
+
+
 def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
     """No other rank may have an error, such as if the network interface is wrong."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -74,6 +80,7 @@ def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
         (["--factory", "no_such_package.recipe", "--yes"], ["no_such_package"]),
         (["--factory", "tests.unit.launch.recipes_for_tests.not_a_recipe", "--yes"], ["int", "run.Partial"]),
         (["--factory", "own_data(dta='x')", "--yes"], ["own_data has no argument 'dta'", "; did you mean data?"]),
+        (["--factory", "own_data(data='x', vae)", "--yes"], ["vae has no value; write vae=VALUE"]),
         (["--factory", "own_data(data='x'", "--yes"], ["own_data(data='x': a parenthesis at its end is missing"]),
         (["--factory", "own_data(data='x') y=1", "--yes"], ["a parenthesis at its end is missing; write own_data(..."]),
         (["--factory", "tiny_dit(size=1)", "--yes"], ["tiny_dit has no argument 'size', it takes no arguments"]),
@@ -98,7 +105,7 @@ def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
         (["--factory", "tiny_dit", "--yes", "training.hidden_size=3"], ["did you mean model.hidden_size?"]),
         (
             ["--factory", OWN, "--dryrun"],
-            ["recipes_for_tests.pretrain is not", "dit.training.pretrain.pretrain", "--yes"],
+            ["recipes_for_tests.pretrain does not take the parts of", "dit.training.pretrain.pretrain", "--yes"],
         ),
         (
             ["--factory", "tiny_dit", "--num_steps=5"],
